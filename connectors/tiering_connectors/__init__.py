@@ -1,0 +1,1 @@
+"""Adapters of the engine to LLM servers."""

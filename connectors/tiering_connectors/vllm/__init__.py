@@ -1,0 +1,1 @@
+"""The adapter for vLLM: scheduler half and worker half of one connector."""

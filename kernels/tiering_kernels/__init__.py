@@ -1,0 +1,1 @@
+"""Inner loops over plain arrays. Imports nothing else of ours."""

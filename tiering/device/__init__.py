@@ -1,0 +1,1 @@
+"""Copies between device memory and the host tier."""

@@ -1,0 +1,60 @@
+"""The contract of copies between a worker's device memory and its share of the host tier.
+
+Used by one worker thread. A copier owns the transfers under way and nothing else; which block
+goes to which slot is decided by the scheduler side.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Which device block belongs to which place in the host tier: three arrays of one length.
+
+    Entry i says that device block `blocks[i]` is block number `positions[i]` of the chunk in
+    slot `slots[i]`.
+    """
+
+    blocks: IntArray
+    slots: IntArray
+    positions: IntArray
+
+    def __post_init__(self) -> None:
+        if not len(self.blocks) == len(self.slots) == len(self.positions):
+            raise ValueError("blocks, slots and positions must have one length")
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+class DeviceCopier(ABC):
+    """Copies whole blocks, every layer of them, for one rank.
+
+    `gather` and `scatter` return at once with a future that completes when the bytes are in
+    place, or fails with CopyError. The future can be polled (`done()`), waited for from a thread
+    without an event loop, and awaited through `asyncio.wrap_future`: a worker's hooks have no
+    loop, a program's have. Copies given in one direction complete in the order given; there is
+    no order between directions. Neither side of a copy may be reused before its future is done.
+    """
+
+    @abstractmethod
+    def gather(self, blocks: BlockMap) -> Future[None]:
+        """Device -> host tier. The source must be final: the forward that wrote it has ended."""
+
+    @abstractmethod
+    def scatter(self, blocks: BlockMap) -> Future[None]:
+        """Host tier -> device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, then let go of the host tier's memory. May be called
+        twice."""

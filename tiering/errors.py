@@ -1,0 +1,50 @@
+"""The one tree of exceptions, and what each carries.
+
+Expected outcomes (a miss, a full tier) are values, see `tiers.base`; what is here is failure.
+A library's errors are translated at a backend's edge, so nothing above it sees an OSError.
+"""
+
+from __future__ import annotations
+
+
+class TieringError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class ConfigError(TieringError):
+    """A setting that cannot be used: says which, what it was, and what to write instead."""
+
+    def __init__(self, path: str, value: object, reason: str, remedy: str) -> None:
+        """`path` is the key's dotted path, `remedy` the way out, both as a user reads them."""
+        super().__init__(f"{path} = {value!r}: {reason}; {remedy}")
+        self.path = path
+        self.value = value
+        self.reason = reason
+        self.remedy = remedy
+
+
+class RegionError(TieringError):
+    """The host tier's shared memory could not be had or attached."""
+
+
+class CopyError(TieringError):
+    """A copy between device and host memory failed."""
+
+
+class ClosedError(TieringError):
+    """Used before it was opened or after it was closed."""
+
+
+class TierError(TieringError):
+    """A tier failed at one key or as a whole: carries the tier's name and the key, if any."""
+
+    def __init__(self, tier: str, key: bytes | None, reason: str) -> None:
+        where = tier if key is None else f"{tier}: {key.hex()}"
+        super().__init__(f"{where}: {reason}")
+        self.tier = tier
+        self.key = key
+        self.reason = reason
+
+
+class DamagedChunk(TierError):
+    """Stored bytes are not what was written: a flipped bit, a short file, a swapped name."""

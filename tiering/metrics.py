@@ -1,0 +1,27 @@
+"""Counters with declared names: one owner counts, anyone gets a frozen copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Counters:
+    """Whole numbers that only grow. Used by one thread; an undeclared name is a KeyError."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._values = dict.fromkeys(names, 0)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        if amount < 0:
+            raise ValueError(f"{name}: a counter cannot go back by {-amount}")
+        self._values[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._values)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self._values.items() if value)
+        return f"<Counters {told or 'all 0'}>"

@@ -1,0 +1,1 @@
+"""The async shell: carries out the steps that the core asks for."""

@@ -1,0 +1,83 @@
+"""Steps that the core asks for and the outcomes that come back: plain data, nothing else.
+
+These are all that crosses the portal, in either direction, so they are msgspec structs that can
+be sent to another process as they are (`STEP_ENCODER` and friends are what a test sends them
+through). A step is named by `id`, unique within an engine; its outcome repeats it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Verdict(enum.IntEnum):
+    """What became of one key of a step."""
+
+    HIT = 0
+    MISS = 1
+    BUSY = 2
+    STORED = 3
+    ALREADY_THERE = 4
+    FULL = 5
+    REFUSED = 6
+    DELETED = 7
+    FAILED = 8
+    DAMAGED = 9
+    LATE = 10
+
+
+class Contains(msgspec.Struct, frozen=True, tag="contains"):
+    """Ask tier `tier` which of `keys` it holds. Verdicts: HIT, MISS, BUSY, FAILED, LATE."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+    deadline_seconds: float
+
+
+class Promote(msgspec.Struct, frozen=True, tag="promote"):
+    """Read `keys` from `tier` into the host tier's `slots`.
+
+    Verdicts: HIT, MISS, BUSY, FAILED, DAMAGED. If `deadline_seconds` pass first, an outcome with
+    LATE for each key comes with `final=False`; the slots may still be written to until the
+    outcome with `final=True`.
+    """
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    deadline_seconds: float
+
+
+class Cascade(msgspec.Struct, frozen=True, tag="cascade"):
+    """Write the host tier's `slots` to `tier` under `keys`.
+
+    Verdicts: STORED, ALREADY_THERE, FULL, REFUSED, FAILED.
+    """
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Delete `keys` from `tier`. Verdicts: DELETED, MISS, FAILED."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+
+
+Step = Contains | Promote | Cascade | Drop
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One verdict per key of the step `id`. Each step has exactly one outcome with `final`."""
+
+    id: int
+    verdicts: tuple[Verdict, ...]
+    final: bool = True

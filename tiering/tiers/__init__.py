@@ -1,0 +1,1 @@
+"""Awaitable backends that hold chunks, and the shared memory of the host tier."""

@@ -1,0 +1,106 @@
+"""The contract of a secondary tier, and the values its operations answer with.
+
+A tier is an awaitable backend that holds whole chunks by key. It is used from the engine's event
+loop only. It owns no policy: who is stored where and when is decided in `residency`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from tiering.errors import TierError
+
+
+class Read(enum.Enum):
+    """What became of one key that was asked for. `BUSY`: not now, try again later."""
+
+    HIT = "hit"
+    MISS = "miss"
+    BUSY = "busy"
+
+
+class Write(enum.Enum):
+    """What became of one chunk handed over. Only `STORED` and `ALREADY_THERE` can be read back."""
+
+    STORED = "stored"
+    ALREADY_THERE = "already there"
+    FULL = "full"
+    REFUSED = "refused"
+
+
+class Delete(enum.Enum):
+    """What became of one key to be removed."""
+
+    DELETED = "deleted"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One key's operation failed; the others of its batch are not affected.
+
+    A `DamagedChunk` error means that the stored bytes were wrong: the tier has already put them
+    out of reach, and the key is a miss from now on.
+    """
+
+    error: TierError
+
+
+ReadOutcome = Read | Failed
+WriteOutcome = Write | Failed
+DeleteOutcome = Delete | Failed
+
+
+class Tier(ABC):
+    """What an implementor must write; nothing here has a default.
+
+    Every operation is batched and gives one outcome per key, in the order of `keys`, and does not
+    raise for a single key. It raises `TierError` where the tier as a whole cannot work, and
+    `ClosedError` outside `open`..`close`.
+
+    Buffers are C-contiguous views of the tier's chunk size in bytes, as given to its constructor.
+    The tier may touch them only until its await returns or raises: a cancelled call must come
+    back, with CancelledError, only when nothing of it will touch a buffer any more.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How logs, errors and metrics call this tier, such as `fs:/mnt/kv`."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Make ready for use; raises TierError or ConfigError with the way out."""
+
+    @abstractmethod
+    async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]:
+        """HIT where a read is expected to succeed. Moves no payload; promises nothing."""
+
+    @abstractmethod
+    async def read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[ReadOutcome]:
+        """Fill `buffers[i]` with the chunk of `keys[i]`. HIT means verified bytes in the whole
+        buffer; with any other outcome the buffer's content is undefined."""
+
+    @abstractmethod
+    async def write(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[WriteOutcome]:
+        """Store `buffers[i]` under `keys[i]`; a chunk becomes readable whole or not at all.
+        A key that is already stored is not written again: equal keys mean equal bytes."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[bytes]) -> list[DeleteOutcome]:
+        """Remove the chunks; afterwards they read as MISS."""
+
+    @abstractmethod
+    def scan(self) -> AsyncIterator[list[bytes]]:
+        """The keys held, in batches, in no particular order; may miss what is written meanwhile."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what is under way and let go of threads and descriptors. May be called twice."""
