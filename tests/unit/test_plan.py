@@ -1,0 +1,48 @@
+"""Everything that crosses the portal is plain data: it survives being sent to another process."""
+
+from __future__ import annotations
+
+import pickle
+import typing
+
+import msgspec
+import pytest
+
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+
+KEYS = (b"\x00" * 36, b"\xff" * 36)
+STEPS: list[Step] = [
+    Contains(1, 0, KEYS, 30.0),
+    Promote(2, 1, KEYS, (3, 4), 0.5),
+    Cascade(3, 0, KEYS, (5, 6)),
+    Drop(4, 1, KEYS),
+]
+OUTCOMES = [
+    Outcome(1, tuple(Verdict)),
+    Outcome(2, (Verdict.LATE, Verdict.LATE), final=False),
+    Outcome(3, ()),
+]
+
+
+def test_no_kind_of_step_was_forgotten_here() -> None:
+    assert {type(step) for step in STEPS} == set(typing.get_args(Step))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_survive_serialisation(step: Step) -> None:
+    wire = msgspec.msgpack.encode(step)
+    assert msgspec.msgpack.decode(wire, type=Step) == step
+    assert pickle.loads(pickle.dumps(step)) == step
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_outcomes_survive_serialisation(outcome: Outcome) -> None:
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=Outcome)
+    assert back == outcome
+    assert all(isinstance(verdict, Verdict) for verdict in back.verdicts)
+    assert pickle.loads(pickle.dumps(outcome)) == outcome
+
+
+def test_they_cannot_be_changed_on_the_way() -> None:
+    with pytest.raises(AttributeError):
+        STEPS[0].tier = 2

@@ -1,0 +1,47 @@
+"""Core and portal together: one owner calls `pump` and everything that is due happens.
+
+Owns nothing but the pair. What the core asks for goes out through the portal, what came back goes
+into the core, events go to the sink; all of it at once and without waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tiering.errors import ClosedError
+from tiering.events import EventSink
+from tiering.portal import Portal
+from tiering.residency.core import Residency
+from tiering.residency.plan import Outcome, Step, Verdict
+
+log = logging.getLogger("tiering")
+
+
+class Engine:
+    """Called by the core's owner only: the scheduler's thread, or the program's loop."""
+
+    def __init__(self, core: Residency, portal: Portal, events: EventSink) -> None:
+        self.core = core
+        self._portal = portal
+        self._events = events
+
+    def pump(self) -> None:
+        """Take in outcomes, hand out steps, publish events. Call it before asking and after
+        changing."""
+        core = self.core
+        core.apply(self._portal.drain())
+        steps = core.take_steps()
+        if steps:
+            try:
+                self._portal.submit(steps)
+            except ClosedError as error:
+                # The loop is gone: what it cannot do is a miss or an unstored chunk, at once.
+                log.debug("%s: %d steps failed", error, len(steps))
+                core.apply([_failed(step) for step in steps])
+        events = core.take_events()
+        if events:
+            self._events.publish(events)
+
+
+def _failed(step: Step) -> Outcome:
+    return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))

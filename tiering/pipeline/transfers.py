@@ -1,0 +1,111 @@
+"""The shell: runs every step as a task of one TaskGroup and reports its outcome.
+
+Owns the tiers from open to close and the transfers under way. Lives on one event loop; `start`
+and everything else is called from that loop. Only bugs raise out of a task: what a tier fails at
+is a verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import assert_never
+
+from tiering.errors import ClosedError
+from tiering.pipeline.cascade import cascade
+from tiering.pipeline.inflight import Inflight
+from tiering.pipeline.promotion import promote
+from tiering.pipeline.verdicts import Judge
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.tiers.base import Tier
+
+
+class Transfers:
+    """`row(slot)` is the host tier's memory of one slot; `report` takes outcomes, on the loop."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        row: Callable[[int], memoryview],
+        report: Callable[[Outcome], None],
+    ) -> None:
+        self._tiers = tiers
+        self._row = row
+        self._report = report
+        self._inflight = Inflight()
+        self._judge = Judge()
+        self._stack = AsyncExitStack()
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Transfers:
+        """Open every tier; if one cannot be opened, those that were are closed again."""
+        async with AsyncExitStack() as stack:
+            for tier in self._tiers:
+                await tier.open()
+                stack.push_async_callback(tier.close)
+            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what is under way (`drain` first bounds that), then close the tiers."""
+        self._group = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    def start(self, steps: Iterable[Step]) -> None:
+        if self._group is None:
+            raise ClosedError("the tiers are closed")
+        for step in steps:
+            task = self._group.create_task(self._run(step))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def drain(self, deadline_seconds: float) -> int:
+        """Wait for what is under way; cancel what is not done by then. How many were."""
+        if not self._tasks:
+            return 0
+        _, late = await asyncio.wait(set(self._tasks), timeout=deadline_seconds)
+        for task in late:
+            task.cancel()
+        return len(late)
+
+    async def _run(self, step: Step) -> None:
+        tier = self._tiers[step.tier]
+        if isinstance(step, Contains):
+            await self._ask(step, tier)
+            return
+        async with self._inflight.flight(step.tier, step.keys):
+            if isinstance(step, Promote):
+                await promote(step, tier, self._row, self._judge, self._report)
+            elif isinstance(step, Cascade):
+                self._report(await cascade(step, tier, self._row, self._judge))
+            elif isinstance(step, Drop):
+                await self._drop(step, tier)
+            else:
+                assert_never(step)
+
+    async def _ask(self, step: Contains, tier: Tier) -> None:
+        try:
+            async with asyncio.timeout(step.deadline_seconds):
+                verdicts = await self._judge.verdicts(
+                    len(step.keys), lambda: tier.contains(step.keys)
+                )
+        except TimeoutError:
+            verdicts = (Verdict.LATE,) * len(step.keys)
+        self._report(Outcome(step.id, verdicts))
+
+    async def _drop(self, step: Drop, tier: Tier) -> None:
+        verdicts = await self._judge.verdicts(len(step.keys), lambda: tier.delete(step.keys))
+        self._report(Outcome(step.id, verdicts))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._group is None else f"{len(self._tasks)} under way"
+        return f"<Transfers {[tier.name for tier in self._tiers]} {state}>"

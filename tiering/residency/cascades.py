@@ -1,0 +1,98 @@
+"""Which chunks are on their way from the host tier to the secondary tiers, and which still wait.
+
+Owns the write pins. At most half of the host tier may be pinned by writes at once, so that a slow
+or hung tier cannot take it all; what has to wait is not pinned, and is counted as skipped if it
+is evicted first. Sans-IO: makes Cascade steps and takes in their outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from tiering.metrics import Counters
+from tiering.residency.index import HostIndex
+from tiering.residency.known import KnownKeys
+from tiering.residency.plan import Cascade, Outcome, Verdict
+
+STORAGE_MEDIUM = "STORAGE"
+CHUNKS_IN_STEP_MAX = 64
+
+_COUNTER = {
+    Verdict.STORED: "cascades_stored",
+    Verdict.ALREADY_THERE: "cascades_already_there",
+    Verdict.FULL: "cascades_full",
+}
+
+
+class CascadeBook:
+    """Part of the core; same owner, same rules."""
+
+    def __init__(
+        self,
+        index: HostIndex,
+        known: Sequence[KnownKeys],
+        counters: Counters,
+        next_id: Callable[[], int],
+    ) -> None:
+        self._index = index
+        self._known = known
+        self._counters = counters
+        self._next_id = next_id
+        self._pinned_max = max(1, len(index.slots) // 2)
+        self._waiting: list[dict[bytes, None]] = [{} for _ in known]
+        self._out: dict[int, Cascade] = {}
+
+    @property
+    def steps_out(self) -> int:
+        return len(self._out)
+
+    def want(self, keys: Sequence[bytes]) -> list[Cascade]:
+        """`keys` became readable in the host tier: to every tier that is not known to hold
+        them."""
+        for waiting, known in zip(self._waiting, self._known, strict=True):
+            waiting.update(dict.fromkeys(key for key in keys if key not in known))
+        return self._issue()
+
+    def is_mine(self, step_id: int) -> bool:
+        return step_id in self._out
+
+    def settle(self, outcome: Outcome) -> tuple[list[bytes], list[Cascade]]:
+        """Keys that a tier took, and the steps for which there is room now."""
+        step = self._out.pop(outcome.id)
+        slots = self._index.slots
+        slots.unpin(step.slots, slots.write_pins)
+        for verdict in outcome.verdicts:
+            self._counters.add(_COUNTER.get(verdict, "cascades_failed"))
+        pairs = list(zip(step.keys, outcome.verdicts, strict=True))
+        there = [k for k, v in pairs if v in (Verdict.STORED, Verdict.ALREADY_THERE)]
+        self._known[step.tier].add(there)
+        return [k for k, v in pairs if v is Verdict.STORED], self._issue()
+
+    def clear(self) -> None:
+        """Nothing waits any more; what is under way keeps its pins until its outcome."""
+        for waiting in self._waiting:
+            waiting.clear()
+
+    def _issue(self) -> list[Cascade]:
+        steps = []
+        slots = self._index.slots
+        room = self._pinned_max - int(np.count_nonzero(slots.write_pins))
+        for tier, waiting in enumerate(self._waiting):
+            while waiting and room > 0:
+                batch = list(islice(waiting, min(room, CHUNKS_IN_STEP_MAX)))
+                for key in batch:
+                    del waiting[key]
+                here = [key for key in batch if self._index.is_ready(key)]
+                self._counters.add("cascades_skipped", len(batch) - len(here))
+                if not here:
+                    continue
+                where = [slot for slot in self._index.lookup(here) if slot is not None]
+                slots.write_pins[np.asarray(where, dtype=np.intp)] += 1
+                room -= len(here)
+                step = Cascade(self._next_id(), tier, tuple(here), tuple(where))
+                self._out[step.id] = step
+                steps.append(step)
+        return steps
