@@ -36,11 +36,19 @@ class Portal(Protocol):
 
 
 class LoopPortal:
-    """For a program: everything on its own loop, between `async with` and its end."""
+    """For a program: everything on its own loop, between `async with` and its end.
 
-    def __init__(self, tiers: Sequence[Tier], row: Callable[[int], memoryview]) -> None:
-        self._outcomes: deque[Outcome] = deque()
-        self._arrived = asyncio.Event()
+    `on_arrival` is called on the loop, soon after outcomes have come back, however many.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        row: Callable[[int], memoryview],
+        on_arrival: Callable[[], None],
+    ) -> None:
+        self._outcomes: list[Outcome] = []
+        self._on_arrival = on_arrival
         self._transfers = Transfers(tiers, row, self._take)
 
     async def __aenter__(self) -> LoopPortal:
@@ -59,14 +67,8 @@ class LoopPortal:
         self._transfers.start(steps)
 
     def drain(self) -> list[Outcome]:
-        self._arrived.clear()
-        outcomes = list(self._outcomes)
-        self._outcomes.clear()
+        outcomes, self._outcomes = self._outcomes, []
         return outcomes
-
-    async def arrival(self) -> None:
-        """Wait until there is something to drain."""
-        await self._arrived.wait()
 
     async def finish(self, deadline_seconds: float) -> int:
         """Wait for what is under way, cancel the rest; how many were cancelled."""
@@ -74,7 +76,8 @@ class LoopPortal:
 
     def _take(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
-        self._arrived.set()
+        if len(self._outcomes) == 1:
+            asyncio.get_running_loop().call_soon(self._on_arrival)
 
 
 class ThreadPortal:

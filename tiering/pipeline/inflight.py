@@ -24,8 +24,7 @@ class Inflight:
     async def flight(self, tier: int, keys: Sequence[bytes]) -> AsyncIterator[None]:
         """Have `keys` of `tier` to oneself."""
         names = [(tier, key) for key in keys]
-        while busy := {f for name in names if (f := self._flights.get(name)) is not None}:
-            await asyncio.wait(busy)
+        await self.landing(tier, keys)
         landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flights.update(dict.fromkeys(names, landed))
         try:
@@ -34,3 +33,9 @@ class Inflight:
             for name in names:
                 del self._flights[name]
             landed.set_result(None)
+
+    async def landing(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Until nobody has any of `keys` of `tier`; no await lies between that and the return."""
+        names = [(tier, key) for key in keys]
+        while busy := {f for name in names if (f := self._flights.get(name)) is not None}:
+            await asyncio.wait(busy)

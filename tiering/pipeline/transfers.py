@@ -95,6 +95,8 @@ class Transfers:
     async def _ask(self, step: Contains, tier: Tier) -> None:
         try:
             async with asyncio.timeout(step.deadline_seconds):
+                # An answer given before a write or a delete ends would be out of date at once.
+                await self._inflight.landing(step.tier, step.keys)
                 verdicts = await self._judge.verdicts(
                     len(step.keys), lambda: tier.contains(step.keys)
                 )

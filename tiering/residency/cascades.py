@@ -1,8 +1,8 @@
 """Which chunks are on their way from the host tier to the secondary tiers, and which still wait.
 
-Owns the write pins. At most half of the host tier may be pinned by writes at once, so that a slow
-or hung tier cannot take it all; what has to wait is not pinned, and is counted as skipped if it
-is evicted first. Sans-IO: makes Cascade steps and takes in their outcomes.
+Owns the write pins. Writes may pin all of the host tier but the reserve, so that a slow or hung
+tier cannot take it all; what has to wait is not pinned, and is counted as skipped if it is evicted
+first. Sans-IO: makes Cascade steps and takes in their outcomes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,28 @@ class CascadeBook:
         known: Sequence[KnownKeys],
         counters: Counters,
         next_id: Callable[[], int],
+        pinned_max: int,
     ) -> None:
         self._index = index
         self._known = known
         self._counters = counters
         self._next_id = next_id
-        self._pinned_max = max(1, len(index.slots) // 2)
+        self._pinned_max = pinned_max
         self._waiting: list[dict[bytes, None]] = [{} for _ in known]
         self._out: dict[int, Cascade] = {}
 
     @property
     def steps_out(self) -> int:
         return len(self._out)
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that no step has been made for yet, over all tiers."""
+        return sum(map(len, self._waiting))
+
+    def is_waiting(self, key: bytes) -> bool:
+        """Whether a tier is still to be given `key`."""
+        return any(key in waiting for waiting in self._waiting)
 
     def want(self, keys: Sequence[bytes]) -> list[Cascade]:
         """`keys` became readable in the host tier: to every tier that is not known to hold

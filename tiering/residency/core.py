@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from tiering.metrics import Counters
 from tiering.policy.base import EvictionPolicy
 from tiering.residency.budget import LoadBudget
 from tiering.residency.cascades import STORAGE_MEDIUM, CascadeBook
+from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.state import SlotState
 
 COUNTERS = (
     "chunks_matched_host",
@@ -74,22 +76,6 @@ class Reservation:
     slots: list[int]
 
 
-@dataclass(slots=True)
-class _Request:
-    """Everything the core knows of one request: its access, what it may not ask for again, and
-    the prefix it holds."""
-
-    access: int
-    absent: set[tuple[int, bytes]] = field(default_factory=set)
-    asks_out: int = 0
-    deadline: float | None = None
-    is_holding: bool = False
-    is_claimed: bool = False
-    keys: list[bytes] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    waiting: set[int] = field(default_factory=set)
-
-
 class Residency:
     """One for each engine. `tiers` is how many secondary tiers there are, in order of preference.
 
@@ -108,41 +94,37 @@ class Residency:
         self.index = HostIndex(slot_count, policy)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
-        self._clock = clock
-        self._deadline_seconds = load_deadline_seconds
+        self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
         self._known = [KnownKeys() for _ in range(tiers)]
-        self._cascades = CascadeBook(self.index, self._known, self.counters, self._step_id)
-        self._requests: dict[str, _Request] = {}
-        self._waiters: dict[int, list[str]] = {}
+        self._cascades = CascadeBook(
+            self.index, self._known, self.counters, self._step_id, self.budget.limit
+        )
         self._out: dict[int, tuple[Step, str]] = {}
         self._steps: list[Step] = []
         self._events: list[Event] = []
-        self._accesses = 0
         self._ids = 0
+        self.changes = 0
 
     # Requests
 
     def open(self, owner: str) -> None:
         """Begin a request; again for one that is open does nothing."""
-        if owner not in self._requests:
-            self._accesses += 1
-            self._requests[owner] = _Request(self._accesses)
+        self._holds.open(owner)
 
     def close(self, owner: str) -> None:
         """End a request: whatever it holds is given back. Unknown owners are ignored."""
-        if owner in self._requests:
-            self.release(owner)
-            del self._requests[owner]
+        self._holds.close(owner)
+        self.changes += 1
 
     def used(self, owner: str, keys: Sequence[bytes]) -> None:
         """The request uses this prefix, from wherever: keep it as recent as the request."""
-        self.index.touch(keys, self._requests[owner].access)
+        self.index.touch(keys, self._holds[owner].access)
 
     # Loads
 
     def match(self, keys: Sequence[bytes], owner: str | None = None) -> Match:
         """How much of the chain `keys` can be had, as far as is known. Changes nothing."""
-        request = self._requests.get(owner) if owner is not None else None
+        request = self._holds.get(owner)
         absent: AbstractSet[tuple[int, bytes]] = request.absent if request else frozenset()
         found = self.index.lookup(keys)
         resident = found.index(None) if None in found else len(found)
@@ -154,71 +136,93 @@ class Residency:
             reach += 1
         is_open = (
             reach < len(keys)
-            and not (request and self._is_late(request))
+            and not (request and self._holds.is_late(request))
             and any((tier, keys[reach]) not in absent for tier in range(len(self._known)))
         )
         return Match(host, reach, is_open)
 
     def ask(self, owner: str, keys: Sequence[bytes]) -> None:
         """Ask the tiers for what `match` could not answer. Nothing while answers are out."""
-        request = self._requests[owner]
-        self._start_clock(request)
+        request = self._holds[owner]
+        self._holds.start_clock(request)
         if request.asks_out:
             return
         rest = keys[self.match(keys, owner).reach :]
         for tier, known in enumerate(self._known):
             wanted = tuple(k for k in rest if k not in known and (tier, k) not in request.absent)
             if wanted:
-                step = Contains(self._step_id(), tier, wanted, self._deadline_seconds)
+                left = self._holds.seconds_left(request)
+                step = Contains(self._step_id(), tier, wanted, left)
                 self._send(step, owner)
                 request.asks_out += 1
 
     def is_asking(self, owner: str) -> bool:
         """Whether answers are out that are still worth waiting for."""
-        request = self._requests[owner]
-        return request.asks_out > 0 and not self._is_late(request)
+        request = self._holds[owner]
+        return request.asks_out > 0 and not self._holds.is_late(request)
 
     def hold(self, owner: str, keys: Sequence[bytes]) -> bool:
         """Pin what of the matched prefix is in the host tier and promote the rest, as one unit,
         cut to what the budget and the tier have room for. False: others hold the room for now,
         ask again; never after the request's deadline, when it is cut to what there is."""
-        request = self._requests[owner]
+        request = self._holds[owner]
         if request.is_holding:
             raise AssertionError(f"{owner} holds a prefix already")
-        self._start_clock(request)
-        found_so_far = self.match(keys, owner)
-        is_late = self._is_late(request)
-        wanted = keys[: found_so_far.host if is_late else found_so_far.reach]
-        slots = self.index.slots
+        self._holds.start_clock(request)
+        match, is_late = self.match(keys, owner), self._holds.is_late(request)
+        wanted = keys[: match.host if is_late else match.reach]
         found = self.index.lookup(wanted)
-        costs = [slot is None or not slots.load_pins[slot] for slot in found]
-        fit = int(np.searchsorted(np.cumsum(costs), self.budget.room, side="right"))
-        if fit < found_so_far.reach:
-            if self.budget.held and not is_late:
+        fit = self._fitting(found)
+        if fit < match.reach:
+            best = min(match.reach, self.budget.limit)
+            if fit < best and not is_late and self.may_make_room:
                 return False
             self.counters.add("loads_cut")
         self._hold_prefix(owner, request, wanted[:fit], found[:fit])
         return True
 
+    def _fitting(self, found: Sequence[int | None]) -> int:
+        """How many leading chunks, in these slots or not yet in any, can be held right now."""
+        slots = self.index.slots
+        may_go = slots.evictable()
+        # A chunk in the prefix takes room either way: by being filled or by staying.
+        takes = np.cumsum([s is None or bool(may_go[s]) for s in found])
+        holds = np.cumsum([s is None or not slots.load_pins[s] for s in found])
+        there_is = slots.free + int(np.count_nonzero(may_go))
+        return min(
+            int(np.searchsorted(holds, self.budget.room, side="right")),
+            int(np.searchsorted(takes, there_is, side="right")),
+        )
+
+    def hold_ready(self, owner: str, keys: Sequence[bytes]) -> int:
+        """Pin the leading `keys` that are in the host tier, for a copy that starts now: how many.
+        Such holds are short, so the budget does not bound them."""
+        found = [slot for slot in self.index.lookup(keys[: self.index.ready_prefix(keys)])]
+        slots = [slot for slot in found if slot is not None]
+        self._holds.pin(slots)
+        self._holds.begin(owner, keys[: len(slots)], slots)
+        self.used(owner, keys)
+        return len(slots)
+
     def is_holding(self, owner: str) -> bool:
-        request = self._requests.get(owner)
+        request = self._holds.get(owner)
         return request is not None and request.is_holding
 
     def held(self, owner: str) -> int | None:
         """How many leading chunks of the hold are ready, or None while it is worth waiting.
         What is not ready at the deadline, and all behind it, is given up."""
-        request = self._requests[owner]
+        request = self._holds[owner]
         if request.waiting:
-            if not self._is_late(request):
+            if not self._holds.is_late(request):
                 return None
             self.counters.add("promotions_late", len(request.waiting))
-            self._cut(owner, request, min(map(request.slots.index, request.waiting)))
+            self._holds.cut(owner, min(map(request.slots.index, request.waiting)))
         return len(request.slots)
 
     def claim(self, owner: str) -> list[int]:
         """The slots of the hold, in prefix order, to be copied from: pinned, whatever happens,
         until `release`, which must not be called before the copies have ended."""
-        request = self._requests[owner]
+        request = self._holds[owner]
         if request.waiting or not request.is_holding:
             raise AssertionError(f"{owner} has nothing ready to claim")
         request.is_claimed = True
@@ -226,20 +230,19 @@ class Residency:
 
     def release(self, owner: str) -> None:
         """Give the hold back; promotions under way go on, for whoever comes next."""
-        request = self._requests[owner]
-        if request.is_holding:
-            self._cut(owner, request, 0)
-            request.is_holding = request.is_claimed = False
-        request.deadline = None
+        self._holds.release(owner)
+        self.changes += 1
 
     # Stores
 
-    def reserve(self, owner: str, keys: Sequence[bytes], start: int) -> Reservation:
+    def reserve(
+        self, owner: str, keys: Sequence[bytes], start: int, keep_unwritten: bool = False
+    ) -> Reservation:
         """Slots for the chunks of the chain `keys` from `start` on that are not here yet, as far
-        as there is room. Room is never made by giving up an ancestor that is nowhere else, nor
+        as there is room. `keep_unwritten`: make none by giving up what waits for a tier. Room is never made by giving up an ancestor that is nowhere else, nor
         the head of the chain: half of the host tier may hold it, the rest lets its tail through.
         """
-        request = self._requests[owner]
+        request = self._holds[owner]
         fresh = [start + i for i, s in enumerate(self.index.lookup(keys[start:])) if s is None]
         chain: frozenset[bytes] = frozenset()
         head: frozenset[bytes] = frozenset()
@@ -248,7 +251,11 @@ class Residency:
         slots = self.index.reserve(
             [keys[i] for i in fresh],
             request.access,
-            lambda key: key in head or (key in chain and self._tier_of(key) is None),
+            lambda key: (
+                key in head
+                or (key in chain and self._tier_of(key) is None)
+                or (keep_unwritten and self._cascades.is_waiting(key))
+            ),
         )
         end = fresh[len(slots)] if len(slots) < len(fresh) else len(keys)
         if end < len(keys):
@@ -259,21 +266,26 @@ class Residency:
         """The device copies into reserved `slots` are done: readable, and on to the tiers."""
         keys = self.index.fill(slots)
         self.counters.add("chunks_stored", len(keys))
-        self._wake(slots)
+        self.changes += 1
+        self._holds.wake(slots)
         self._steps += self._cascades.want(keys)
 
     def unfilled(self, slots: Sequence[int]) -> None:
         """The device copies into reserved `slots` failed."""
         for slot in slots:
-            self._lose(slot)
+            self._holds.lose(slot)
         self.index.fail(slots)
+        self.changes += 1
 
     # Removal
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Remove `keys` from every tier."""
-        self._let_go_of(keys)
+        for slot in self.index.lookup(keys):
+            if slot is not None:
+                self._holds.lose(slot)
         self.index.drop(keys)
+        self.changes += 1
         for tier, known in enumerate(self._known):
             known.discard(keys)
             self._send(Drop(self._step_id(), tier, tuple(keys)), "")
@@ -281,10 +293,11 @@ class Residency:
     def reset(self) -> None:
         """Forget everything: the host tier is empty, nothing is known of the others, and what
         is under way will not surface. Holds are given back, but for those that were claimed."""
-        for owner, request in self._requests.items():
-            if not request.is_claimed:
-                self.release(owner)
-            request.absent.clear()
+        for owner in self._holds.owners():
+            if not self._holds[owner].is_claimed:
+                self._holds.release(owner)
+            self._holds[owner].absent.clear()
+        self.changes += 1
         self.index.clear()
         self._cascades.clear()
         for known in self._known:
@@ -308,6 +321,26 @@ class Residency:
         """Steps whose final outcome has not come back."""
         return len(self._out) + self._cascades.steps_out
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is under way to or from the tiers, and nothing waits to be written."""
+        return not self.steps_out and not self._cascades.waiting
+
+    @property
+    def may_make_room(self) -> bool:
+        """Whether a slot that cannot be evicted now will be, without a new request's doing."""
+        slots = self.index.slots
+        busy = slots.census()
+        return (
+            not self.is_settled
+            or bool(slots.load_pins.any())
+            or busy[SlotState.FILLING] + busy[SlotState.ABANDONED] + busy[SlotState.DOOMED] > 0
+        )
+
+    def seconds_left(self, owner: str) -> float:
+        """Until what the request waits for is given up."""
+        return self._holds.seconds_left(self._holds[owner])
+
     def apply(self, outcomes: Iterable[Outcome]) -> None:
         """Take in what became of steps. Outcomes of unknown steps are ignored."""
         for outcome in outcomes:
@@ -318,6 +351,7 @@ class Residency:
                     self._events.append(ChunksStored(STORAGE_MEDIUM, tuple(stored)))
             elif outcome.id in self._out:
                 self._settle(outcome)
+            self.changes += 1
 
     def _settle(self, outcome: Outcome) -> None:
         step, owner = self._out[outcome.id]
@@ -341,7 +375,7 @@ class Residency:
         self._known[step.tier].add(key for key, verdict in pairs if verdict is Verdict.HIT)
         odd = sum(verdict not in (Verdict.HIT, Verdict.MISS) for _, verdict in pairs)
         self.counters.add("lookups_failed", odd)
-        request = self._requests.get(owner)
+        request = self._holds.get(owner)
         if request is not None:
             request.absent.update((step.tier, k) for k, v in pairs if v is not Verdict.HIT)
             if outcome.final:
@@ -351,7 +385,7 @@ class Residency:
         if not outcome.final:
             # The shell's own deadline: nobody should wait, but the slots stay with the reader.
             for slot in step.slots:
-                self._lose(slot, step.tier)
+                self._holds.lose(slot, step.tier)
             self.counters.add("promotions_late", len(step.slots))
             return
         good, bad = [], []
@@ -361,12 +395,12 @@ class Residency:
                 good.append(slot)
                 continue
             bad.append(slot)
-            self._lose(slot, step.tier)
+            self._holds.lose(slot, step.tier)
             if verdict in (Verdict.MISS, Verdict.DAMAGED):
                 self._known[step.tier].discard([key])
                 self._events.append(ChunksRemoved(STORAGE_MEDIUM, (key,)))
         self.index.fill(good)
-        self._wake(good)
+        self._holds.wake(good)
         self.index.fail(bad)
 
     # Parts of the above
@@ -380,31 +414,20 @@ class Residency:
         return None
 
     def _hold_prefix(
-        self, owner: str, request: _Request, keys: Sequence[bytes], found: list[int | None]
+        self, owner: str, request: Request, keys: Sequence[bytes], found: list[int | None]
     ) -> None:
         """Pin the resident part first, so that making room cannot evict it."""
-        slots = self.index.slots
-        resident = [slot for slot in found if slot is not None]
-        slots.load_pins[np.asarray(resident, dtype=np.intp)] += 1
-        missing = [i for i, slot in enumerate(found) if slot is None]
-        taken = self.index.reserve([keys[i] for i in missing], request.access, lambda _: False)
-        slots.load_pins[np.asarray(taken, dtype=np.intp)] += 1
-        placed = list(found)
-        for i, slot in zip(missing, taken, strict=False):
-            placed[i] = slot
-        end = missing[len(taken)] if len(taken) < len(missing) else len(keys)
-        slots.unpin([s for s in placed[end:] if s is not None], slots.load_pins)
-        request.is_holding = True
-        request.keys = list(keys[:end])
-        request.slots = [slot for slot in placed[:end] if slot is not None]
-        ready = slots.ready(request.slots).tolist() if request.slots else []
-        request.waiting = {s for s, ok in zip(request.slots, ready, strict=True) if not ok}
-        for slot in request.waiting:
-            self._waiters.setdefault(slot, []).append(owner)
-        self.index.touch(request.keys, request.access)
-        self._promote(request, [(keys[i], slot) for i, slot in zip(missing, taken, strict=False)])
+        self._holds.pin([slot for slot in found if slot is not None])
+        missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+        taken = self.index.reserve(missing, request.access, lambda _: False)
+        self._holds.pin(taken)
+        fresh = iter(taken)
+        slots = [next(fresh) if slot is None else slot for slot in found]
+        self._holds.begin(owner, keys, slots)
+        self.index.touch(keys, request.access)
+        self._promote(request, list(zip(missing, taken, strict=True)))
 
-    def _promote(self, request: _Request, chunks: list[tuple[bytes, int]]) -> None:
+    def _promote(self, request: Request, chunks: list[tuple[bytes, int]]) -> None:
         by_tier: dict[int, list[tuple[bytes, int]]] = {}
         for key, slot in chunks:
             tier = self._tier_of(key, request.absent)
@@ -413,48 +436,10 @@ class Residency:
             by_tier.setdefault(tier, []).append((key, slot))
         for tier, pairs in by_tier.items():
             keys, slots = zip(*pairs, strict=True)
-            left = (request.deadline or 0.0) - self._clock.now()
-            step = Promote(self._step_id(), tier, keys, slots, max(0.0, left))
+            left = self._holds.seconds_left(request)
+            step = Promote(self._step_id(), tier, keys, slots, left)
             self._send(step, "")
             self.counters.add("promotions_started", len(keys))
-
-    def _cut(self, owner: str, request: _Request, end: int) -> None:
-        """Give back all of the hold from chunk `end` on."""
-        slots = self.index.slots
-        gone = request.slots[end:]
-        slots.unpin(gone, slots.load_pins)
-        for slot in request.waiting.intersection(gone):
-            self._waiters[slot].remove(owner)
-            if not self._waiters[slot]:
-                del self._waiters[slot]
-        request.waiting.difference_update(gone)
-        del request.slots[end:], request.keys[end:]
-
-    def _lose(self, slot: int, tier: int | None = None) -> None:
-        """Whoever waits for `slot` waits in vain: cut there, and not again from that tier."""
-        for owner in list(self._waiters.get(slot, ())):
-            request = self._requests[owner]
-            end = request.slots.index(slot)
-            if tier is not None:
-                request.absent.add((tier, request.keys[end]))
-            self._cut(owner, request, end)
-
-    def _let_go_of(self, keys: Sequence[bytes]) -> None:
-        for slot in self.index.lookup(keys):
-            if slot is not None and slot in self._waiters:
-                self._lose(slot)
-
-    def _wake(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            for owner in self._waiters.pop(slot, ()):
-                self._requests[owner].waiting.discard(slot)
-
-    def _start_clock(self, request: _Request) -> None:
-        if request.deadline is None:
-            request.deadline = self._clock.now() + self._deadline_seconds
-
-    def _is_late(self, request: _Request) -> bool:
-        return request.deadline is not None and self._clock.now() >= request.deadline
 
     def _step_id(self) -> int:
         self._ids += 1
@@ -466,9 +451,6 @@ class Residency:
 
     def __repr__(self) -> str:
         return (
-            f"<Residency {self.index!r}, {self.budget!r}, {len(self._requests)} requests, "
+            f"<Residency {self.index!r}, {self.budget!r}, {len(self._holds)} requests, "
             f"{self.steps_out} steps out>"
         )
-
-
-__all__ = ["COUNTERS", "Cascade", "Match", "Reservation", "Residency"]

@@ -128,6 +128,12 @@ class Slots:
         is_ready = self.states[np.asarray(slots, dtype=np.intp)] == SlotState.READY
         return is_ready
 
+    def evictable(self) -> npt.NDArray[np.bool_]:
+        """Of every slot, whether it may be evicted."""
+        is_pinned = (self.load_pins != 0) | (self.write_pins != 0)
+        may: npt.NDArray[np.bool_] = (self.states == SlotState.READY) & ~is_pinned
+        return may
+
     def is_evictable(self, slot: int) -> bool:
         return bool(
             self.states[slot] == SlotState.READY

@@ -80,9 +80,7 @@ class Tier(ABC):
         """HIT where a read is expected to succeed. Moves no payload; promises nothing."""
 
     @abstractmethod
-    async def read(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[ReadOutcome]:
+    async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
         """Fill `buffers[i]` with the chunk of `keys[i]`. HIT means verified bytes in the whole
         buffer; with any other outcome the buffer's content is undefined."""
 

@@ -1,0 +1,91 @@
+"""The public API of kv-tiering: everything in `__all__`, and nothing else.
+
+Names are imported when they are first used, so `import tiering` itself loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiering.config import ConnectorConfig, EngineConfig, FsTierConfig, StoreConfig
+    from tiering.errors import (
+        ClosedError,
+        ConfigError,
+        CopyError,
+        DamagedChunk,
+        RegionError,
+        TierError,
+        TieringError,
+    )
+    from tiering.layout import KVLayout
+    from tiering.store import TieredStore
+
+    __version__: str
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+TiB = 1 << 40
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "ConnectorConfig",
+    "CopyError",
+    "DamagedChunk",
+    "EngineConfig",
+    "FsTierConfig",
+    "GiB",
+    "KVLayout",
+    "KiB",
+    "MiB",
+    "RegionError",
+    "StoreConfig",
+    "TiB",
+    "TierError",
+    "TieredStore",
+    "TieringError",
+    "__version__",
+]
+
+_HOMES = {
+    "tiering.config": ("ConnectorConfig", "EngineConfig", "FsTierConfig", "StoreConfig"),
+    "tiering.errors": (
+        "ClosedError",
+        "ConfigError",
+        "CopyError",
+        "DamagedChunk",
+        "RegionError",
+        "TierError",
+        "TieringError",
+    ),
+    "tiering.layout": ("KVLayout",),
+    "tiering.store": ("TieredStore",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME_OF:
+        value: object = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name == "__version__":
+        value = _version()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("kv-tiering")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
