@@ -330,3 +330,13 @@ def test_after_a_reset_nothing_of_before_comes_up_again() -> None:
         rig.core.close(owner)
     assert rig.core.index.slots.free == 8
     assert rig.core.steps_out == 0
+
+
+def test_storing_a_tail_keeps_its_head_as_recent() -> None:
+    rig, keys = Rig(6, tiers=0), chain("a", 4)
+    rig.store("r", keys[:2])
+    rig.store("other", chain("b", 2))
+    rig.store("s", keys)
+    rig.store("t", chain("c", 2))
+    assert rig.core.match(keys).host == 4, "its head was used with it"
+    assert rig.core.match(chain("b", 2)).host == 0

@@ -27,9 +27,7 @@ from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdi
 from tiering.residency.state import SlotState
 
 COUNTERS = (
-    "chunks_matched_host",
-    "chunks_matched_tiers",
-    "chunks_missed",
+    "chunks_loaded",
     "chunks_stored",
     "stores_refused",
     "promotions_started",
@@ -226,6 +224,7 @@ class Residency:
         if request.waiting or not request.is_holding:
             raise AssertionError(f"{owner} has nothing ready to claim")
         request.is_claimed = True
+        self.counters.add("chunks_loaded", len(request.slots))
         return list(request.slots)
 
     def release(self, owner: str) -> None:
@@ -239,11 +238,15 @@ class Residency:
         self, owner: str, keys: Sequence[bytes], start: int, keep_unwritten: bool = False
     ) -> Reservation:
         """Slots for the chunks of the chain `keys` from `start` on that are not here yet, as far
-        as there is room. `keep_unwritten`: make none by giving up what waits for a tier. Room is never made by giving up an ancestor that is nowhere else, nor
+        as there is room. Room is never made by giving up an ancestor that is nowhere else, nor
         the head of the chain: half of the host tier may hold it, the rest lets its tail through.
+        `keep_unwritten`: nor by giving up what waits to be written to a tier.
         """
         request = self._holds[owner]
         fresh = [start + i for i, s in enumerate(self.index.lookup(keys[start:])) if s is None]
+        if not start:
+            # The request uses all of its chain: no child may be kept longer than its parent.
+            self.index.touch(keys, request.access)
         chain: frozenset[bytes] = frozenset()
         head: frozenset[bytes] = frozenset()
         if len(fresh) > self.index.slots.free:
