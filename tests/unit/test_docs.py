@@ -1,0 +1,98 @@
+"""What the documents say is so: links lead somewhere, code runs, names exist."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiering
+from tiering import KVLayout, StoreConfig
+from tiering.residency.core import COUNTERS
+from tiering.residency.state import TRANSITIONS, SlotEvent, SlotState
+
+TOP = Path(__file__).parents[2]
+DOCUMENTS = sorted([*TOP.glob("*.md"), *TOP.glob("docs/**/*.md")])
+EXAMPLES = sorted(TOP.glob("docs/examples/*.py"))
+
+
+def fences(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(TOP)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    """Twice: the second time there is something to find."""
+    outputs = [
+        subprocess.run(
+            [sys.executable, str(example), str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert outputs[0].startswith("0 of 62")
+    assert outputs[1].startswith("62 of 62")
+
+
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    (source,) = fences(TOP / "README.md", "python")
+    small = source.replace("layers=32", "layers=1").replace("8 * GiB", "64 << 20")
+    small = small.replace("/mnt/kv", str(tmp_path))
+    assert small != source
+    names: dict[str, object] = {}
+    exec(compile(small, "README.md", "exec"), names)
+    layout = names["layout"]
+    assert isinstance(layout, KVLayout)
+    tokens = list(range(40))
+    pages = [bytearray(bytes([i + 1]) * layout.chunk_bytes) for i in range(2)]
+    asyncio.run(names["serve"](tokens, pages))  # type: ignore[operator]
+    blank = [bytearray(layout.chunk_bytes) for _ in range(2)]
+    asyncio.run(names["serve"](tokens, blank))  # type: ignore[operator]
+    assert blank == pages
+
+
+def test_the_api_page_names_what_there_is() -> None:
+    (source,) = fences(TOP / "docs/api.md", "python")
+    used = set(re.findall(r"\b(StoreConfig|KVLayout|FsTierConfig|GiB|TieredStore)\b", source))
+    assert used - {"TieredStore"} <= set(tiering.__all__)
+    table = re.findall(r"^\| `(\w+)\(", (TOP / "docs/api.md").read_text(), re.M)
+    assert table == ["match", "load", "save", "drop", "flush", "stats"]
+    assert all(callable(getattr(tiering.TieredStore, name)) for name in table)
+    assert "layout" in StoreConfig.model_fields
+
+
+def test_every_counter_is_explained_and_no_other() -> None:
+    section = (TOP / "docs/vllm.md").read_text().split("| counter | counts |")[1].split("\n\n")[0]
+    told: list[str] = []
+    for cell in re.findall(r"^\| (`.*?`) \|", section, re.M):
+        names = re.findall(r"`(\w+)`", cell)
+        stem = names[0].split("_")[0]
+        told += [stem + name if name.startswith("_") else name for name in names]
+    assert sorted(told) == sorted(COUNTERS)
+
+
+def test_the_diagram_of_states_has_every_state_and_event() -> None:
+    text = (TOP / "docs/architecture.md").read_text()
+    diagram = text.split("The states of a slot:")[1].split("```")[1]
+    assert {state for state in SlotState if state.name in diagram} == set(SlotState)
+    events = {event for _, event in TRANSITIONS}
+    assert {event for event in SlotEvent if event.name.lower() in diagram} == events
+
+
+def test_commands_that_are_named_exist() -> None:
+    makefile = (TOP / "Makefile").read_text()
+    for document in DOCUMENTS:
+        for target in re.findall(r"`make ([a-z]+)", document.read_text()):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{document.name}: make {target}"
