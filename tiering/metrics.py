@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+V = TypeVar("V")
 
 
 class Counters:
@@ -15,6 +18,15 @@ class Counters:
         if amount < 0:
             raise ValueError(f"{name}: a counter cannot go back by {-amount}")
         self._values[name] += amount
+
+    def tally(self, values: Sequence[V], names: Mapping[V, str], other: str) -> None:
+        """Count each of `values` under its name, or under `other` where it has none."""
+        rest = len(values)
+        for value, name in names.items():
+            count = values.count(value)
+            self.add(name, count)
+            rest -= count
+        self.add(other, rest)
 
     def __getitem__(self, name: str) -> int:
         return self._values[name]

@@ -190,7 +190,7 @@ def test_a_key_that_fails_cuts_the_load_there_and_is_not_tried_again(verdict: Ve
     rig.core.release("r")
     assert rig.pins == 0
     assert rig.core.match(keys, "r") == Match(host=2, reach=2, is_open=False)
-    assert rig.core.index.is_ready(keys[3]), "what did arrive stays"
+    assert rig.core.index.ready([keys[3]]), "what did arrive stays"
     # The next request may try again unless the tier itself said that the chunk is gone.
     known = verdict in (Verdict.FAILED, Verdict.BUSY)
     assert rig.core.match(keys) == Match(host=2, reach=4 if known else 2, is_open=not known)
@@ -340,3 +340,26 @@ def test_storing_a_tail_keeps_its_head_as_recent() -> None:
     rig.store("t", chain("c", 2))
     assert rig.core.match(keys).host == 4, "its head was used with it"
     assert rig.core.match(chain("b", 2)).host == 0
+
+
+def test_a_chain_goes_on_from_the_host_tier_to_another_and_back() -> None:
+    rig, keys = Rig(8), chain("a", 4)
+    rig.on_disk_only(keys)
+    rig.core.open("r")
+    assert rig.core.hold("r", keys)
+    rig.answer(rig.steps(Promote), Verdict.HIT, Verdict.HIT, Verdict.MISS, Verdict.HIT)
+    assert rig.core.match(keys) == Match(host=2, reach=2, is_open=True)
+    rig.on_disk_only([keys[2]])
+    rig.core._known[0].discard(keys[3:])
+    assert rig.core.match(keys) == Match(host=2, reach=4, is_open=False)
+
+
+def test_writes_that_fail_are_counted_and_what_is_being_filled_is_not_ready() -> None:
+    rig, keys = Rig(8), chain("a", 3)
+    rig.core.open("r")
+    rig.core.filled(rig.core.reserve("r", keys, 0).slots)
+    rig.answer(rig.steps(Cascade), Verdict.STORED, Verdict.FAILED, Verdict.REFUSED)
+    told = rig.core.counters.snapshot()
+    assert (told["cascades_stored"], told["cascades_failed"]) == (1, 2)
+    rig.core.reserve("r", chain("b", 1), 0)
+    assert rig.core.index.ready([*keys, *chain("b", 1)]).keys() == set(keys)

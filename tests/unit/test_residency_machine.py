@@ -186,7 +186,7 @@ class Core(RuleBasedStateMachine):
                 is_stored = type(event).__name__ == "ChunksStored"
                 assert self.mirror.isdisjoint(event.keys) == is_stored
                 (self.mirror.update if is_stored else self.mirror.difference_update)(event.keys)
-        assert self.mirror == {k for k in self.core.index._slot_of if self.core.index.is_ready(k)}
+        assert self.mirror == set(self.core.index.ready(self.core.index._slot_of))
 
     def teardown(self) -> None:
         for slots in self.stores:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from tiering.policy.base import EvictionPolicy
 
@@ -58,10 +59,11 @@ class LruPolicy(EvictionPolicy):
 
     def _place(self, keys: Sequence[bytes], access: int) -> None:
         access_of = self._access_of
-        moving = [key for key in keys if access_of.get(key) != access]
+        came_from = list(map(access_of.get, keys))
+        moving = [key for key, before in zip(keys, came_from, strict=True) if before != access]
         if not moving:
             return
-        known = [before for before in map(access_of.get, moving) if before is not None]
+        left = [before for before in came_from if before is not None and before != access]
         if access not in self._entries:
             insort(self._accesses, access)
             self._entries[access] = []
@@ -69,10 +71,10 @@ class LruPolicy(EvictionPolicy):
         elif len(self._entries[access]) > self._live[access]:
             # A key may come back to the list it once left: no second entry for it.
             self._rebuild(access)
-        access_of.update(dict.fromkeys(moving, access))
+        access_of.update(zip(moving, repeat(access)))
         self._entries[access].extend(moving)
         self._live[access] += len(moving)
-        self._leave(known)
+        self._leave(left)
 
     def _leave(self, accesses: Iterable[int]) -> None:
         """One key has left each of `accesses`, which may repeat."""

@@ -15,7 +15,7 @@ import numpy as np
 from tiering.metrics import Counters
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Cascade, Outcome, Verdict
+from tiering.residency.plan import Cascade, Outcome, Verdict, keys_with
 
 STORAGE_MEDIUM = "STORAGE"
 CHUNKS_IN_STEP_MAX = 64
@@ -55,15 +55,14 @@ class CascadeBook:
         """Chunks that no step has been made for yet, over all tiers."""
         return sum(map(len, self._waiting))
 
-    def is_waiting(self, key: bytes) -> bool:
-        """Whether a tier is still to be given `key`."""
-        return any(key in waiting for waiting in self._waiting)
+    def unwritten(self) -> list[bytes]:
+        """The keys that a tier is still to be given, once for each tier."""
+        return [key for waiting in self._waiting for key in waiting]
 
     def want(self, keys: Sequence[bytes]) -> list[Cascade]:
-        """`keys` became readable in the host tier: to every tier that is not known to hold
-        them."""
+        """`keys` became readable in the host tier: to every tier not known to hold them."""
         for waiting, known in zip(self._waiting, self._known, strict=True):
-            waiting.update(dict.fromkeys(key for key in keys if key not in known))
+            waiting.update(dict.fromkeys(known.unknown(keys)))
         return self._issue()
 
     def is_mine(self, step_id: int) -> bool:
@@ -74,12 +73,11 @@ class CascadeBook:
         step = self._out.pop(outcome.id)
         slots = self._index.slots
         slots.unpin(step.slots, slots.write_pins)
-        for verdict in outcome.verdicts:
-            self._counters.add(_COUNTER.get(verdict, "cascades_failed"))
-        pairs = list(zip(step.keys, outcome.verdicts, strict=True))
-        there = [k for k, v in pairs if v in (Verdict.STORED, Verdict.ALREADY_THERE)]
-        self._known[step.tier].add(there)
-        return [k for k, v in pairs if v is Verdict.STORED], self._issue()
+        self._counters.tally(outcome.verdicts, _COUNTER, "cascades_failed")
+        stored = keys_with(step, outcome, Verdict.STORED)
+        self._known[step.tier].add(stored)
+        self._known[step.tier].add(keys_with(step, outcome, Verdict.ALREADY_THERE))
+        return stored, self._issue()
 
     def clear(self) -> None:
         """Nothing waits any more; what is under way keeps its pins until its outcome."""
@@ -92,17 +90,17 @@ class CascadeBook:
         room = self._pinned_max - int(np.count_nonzero(slots.write_pins))
         for tier, waiting in enumerate(self._waiting):
             while waiting and room > 0:
-                batch = list(islice(waiting, min(room, CHUNKS_IN_STEP_MAX)))
+                batch = list(islice(waiting, room))
                 for key in batch:
                     del waiting[key]
-                here = [key for key in batch if self._index.is_ready(key)]
+                here = self._index.ready(batch)
                 self._counters.add("cascades_skipped", len(batch) - len(here))
-                if not here:
-                    continue
-                where = [slot for slot in self._index.lookup(here) if slot is not None]
-                slots.write_pins[np.asarray(where, dtype=np.intp)] += 1
+                slots.write_pins[np.array(list(here.values()), dtype=np.intp)] += 1
                 room -= len(here)
-                step = Cascade(self._next_id(), tier, tuple(here), tuple(where))
-                self._out[step.id] = step
-                steps.append(step)
+                chunks = list(here.items())
+                for start in range(0, len(chunks), CHUNKS_IN_STEP_MAX):
+                    keys, where = zip(*chunks[start : start + CHUNKS_IN_STEP_MAX], strict=True)
+                    step = Cascade(self._next_id(), tier, keys, where)
+                    self._out[step.id] = step
+                    steps.append(step)
         return steps

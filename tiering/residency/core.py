@@ -8,11 +8,10 @@ saw a key fail never gets it again; each step is forgotten with its final outcom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import islice
 
 from tiering.clock import Clock
 from tiering.events import ChunksRemoved, ChunksStored, Event
@@ -23,7 +22,7 @@ from tiering.residency.cascades import STORAGE_MEDIUM, CascadeBook
 from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdict, keys_with
 from tiering.residency.state import SlotState
 
 COUNTERS = (
@@ -45,6 +44,9 @@ COUNTERS = (
     "cascades_skipped",
     "drops_failed",
 )
+
+# By tier, the keys that a request may not be given from it.
+Absent = Mapping[int, AbstractSet[bytes]]
 
 _PROMOTION_COUNTER = {
     Verdict.HIT: "promotions_succeeded",
@@ -123,21 +125,26 @@ class Residency:
     def match(self, keys: Sequence[bytes], owner: str | None = None) -> Match:
         """How much of the chain `keys` can be had, as far as is known. Changes nothing."""
         request = self._holds.get(owner)
-        absent: AbstractSet[tuple[int, bytes]] = request.absent if request else frozenset()
-        found = self.index.lookup(keys)
-        resident = found.index(None) if None in found else len(found)
-        host = self.index.ready_prefix(keys[:resident])
-        reach = resident
-        while reach < len(keys) and (
-            found[reach] is not None or self._tier_of(keys[reach], absent) is not None
-        ):
-            reach += 1
+        absent = request.absent if request else {}
+        resident = self.index.resident_prefix(keys)
+        reach = self._reach(keys, len(resident), absent)
         is_open = (
             reach < len(keys)
             and not (request and self._holds.is_late(request))
-            and any((tier, keys[reach]) not in absent for tier in range(len(self._known)))
+            and any(keys[reach] not in absent.get(tier, ()) for tier in range(len(self._known)))
         )
-        return Match(host, reach, is_open)
+        return Match(self.index.slots.ready_prefix(resident), reach, is_open)
+
+    def _reach(self, keys: Sequence[bytes], start: int, absent: Absent) -> int:
+        """Up to which chunk the chain goes on from `start`, in whatever place each one is."""
+        reach, before = start, -1
+        while before < reach < len(keys):
+            before = reach
+            for tier, known in enumerate(self._known):
+                reach += known.prefix(islice(keys, reach, None), absent.get(tier, ()))
+            if reach > before:
+                reach += len(self.index.resident_prefix(islice(keys, reach, None)))
+        return reach
 
     def ask(self, owner: str, keys: Sequence[bytes]) -> None:
         """Ask the tiers for what `match` could not answer. Nothing while answers are out."""
@@ -147,10 +154,10 @@ class Residency:
             return
         rest = keys[self.match(keys, owner).reach :]
         for tier, known in enumerate(self._known):
-            wanted = tuple(k for k in rest if k not in known and (tier, k) not in request.absent)
+            wanted = known.unknown(rest, request.absent[tier])
             if wanted:
                 left = self._holds.seconds_left(request)
-                step = Contains(self._step_id(), tier, wanted, left)
+                step = Contains(self._step_id(), tier, tuple(wanted), left)
                 self._send(step, owner)
                 request.asks_out += 1
 
@@ -170,7 +177,7 @@ class Residency:
         match, is_late = self.match(keys, owner), self._holds.is_late(request)
         wanted = keys[: match.host if is_late else match.reach]
         found = self.index.lookup(wanted)
-        fit = self._fitting(found)
+        fit = self.budget.fitting(found)
         if fit < match.reach:
             best = min(match.reach, self.budget.limit)
             if fit < best and not is_late and self.may_make_room:
@@ -179,24 +186,11 @@ class Residency:
         self._hold_prefix(owner, request, wanted[:fit], found[:fit])
         return True
 
-    def _fitting(self, found: Sequence[int | None]) -> int:
-        """How many leading chunks, in these slots or not yet in any, can be held right now."""
-        slots = self.index.slots
-        may_go = slots.evictable()
-        # A chunk in the prefix takes room either way: by being filled or by staying.
-        takes = np.cumsum([s is None or bool(may_go[s]) for s in found])
-        holds = np.cumsum([s is None or not slots.load_pins[s] for s in found])
-        there_is = slots.free + int(np.count_nonzero(may_go))
-        return min(
-            int(np.searchsorted(holds, self.budget.room, side="right")),
-            int(np.searchsorted(takes, there_is, side="right")),
-        )
-
     def hold_ready(self, owner: str, keys: Sequence[bytes]) -> int:
         """Pin the leading `keys` that are in the host tier, for a copy that starts now: how many.
         Such holds are short, so the budget does not bound them."""
-        found = [slot for slot in self.index.lookup(keys[: self.index.ready_prefix(keys)])]
-        slots = [slot for slot in found if slot is not None]
+        slots = self.index.resident_prefix(keys)
+        del slots[self.index.slots.ready_prefix(slots) :]
         self._holds.pin(slots)
         self._holds.begin(owner, keys[: len(slots)], slots)
         self.used(owner, keys)
@@ -247,19 +241,16 @@ class Residency:
         if not start:
             # The request uses all of its chain: no child may be kept longer than its parent.
             self.index.touch(keys, request.access)
-        chain: frozenset[bytes] = frozenset()
-        head: frozenset[bytes] = frozenset()
+        spared: list[bytes] = []
         if len(fresh) > self.index.slots.free:
-            chain, head = frozenset(keys), frozenset(keys[: len(self.index.slots) // 2])
-        slots = self.index.reserve(
-            [keys[i] for i in fresh],
-            request.access,
-            lambda key: (
-                key in head
-                or (key in chain and self._tier_of(key) is None)
-                or (keep_unwritten and self._cascades.is_waiting(key))
-            ),
-        )
+            half = len(self.index.slots) // 2
+            nowhere_else = list(keys[half:])
+            for known in self._known:
+                nowhere_else = known.unknown(nowhere_else)
+            spared = [*keys[:half], *nowhere_else]
+            if keep_unwritten:
+                spared += self._cascades.unwritten()
+        slots = self.index.reserve([keys[i] for i in fresh], request.access, spared)
         end = fresh[len(slots)] if len(slots) < len(fresh) else len(keys)
         if end < len(keys):
             self.counters.add("stores_refused")
@@ -365,22 +356,18 @@ class Residency:
         elif isinstance(step, Promote):
             self._settle_promote(step, outcome)
         elif isinstance(step, Drop):
-            failed = outcome.verdicts.count(Verdict.FAILED)
-            self.counters.add("drops_failed", failed)
-            gone = [
-                k for k, v in zip(step.keys, outcome.verdicts, strict=True) if v is Verdict.DELETED
-            ]
-            if gone:
+            self.counters.add("drops_failed", outcome.verdicts.count(Verdict.FAILED))
+            if gone := keys_with(step, outcome, Verdict.DELETED):
                 self._events.append(ChunksRemoved(STORAGE_MEDIUM, tuple(gone)))
 
     def _settle_contains(self, step: Contains, owner: str, outcome: Outcome) -> None:
-        pairs = list(zip(step.keys, outcome.verdicts, strict=True))
-        self._known[step.tier].add(key for key, verdict in pairs if verdict is Verdict.HIT)
-        odd = sum(verdict not in (Verdict.HIT, Verdict.MISS) for _, verdict in pairs)
-        self.counters.add("lookups_failed", odd)
+        hits = keys_with(step, outcome, Verdict.HIT)
+        self._known[step.tier].add(hits)
+        misses = outcome.verdicts.count(Verdict.MISS)
+        self.counters.add("lookups_failed", len(step.keys) - len(hits) - misses)
         request = self._holds.get(owner)
         if request is not None:
-            request.absent.update((step.tier, k) for k, v in pairs if v is not Verdict.HIT)
+            request.absent[step.tier].update(set(step.keys).difference(hits))
             if outcome.final:
                 request.asks_out -= 1
 
@@ -391,10 +378,11 @@ class Residency:
                 self._holds.lose(slot, step.tier)
             self.counters.add("promotions_late", len(step.slots))
             return
+        self.counters.tally(outcome.verdicts, _PROMOTION_COUNTER, "promotions_failed")
+        hit = Verdict.HIT
         good, bad = [], []
         for key, slot, verdict in zip(step.keys, step.slots, outcome.verdicts, strict=True):
-            self.counters.add(_PROMOTION_COUNTER.get(verdict, "promotions_failed"))
-            if verdict is Verdict.HIT:
+            if verdict is hit:
                 good.append(slot)
                 continue
             bad.append(slot)
@@ -408,41 +396,31 @@ class Residency:
 
     # Parts of the above
 
-    def _tier_of(
-        self, key: bytes, absent: AbstractSet[tuple[int, bytes]] = frozenset()
-    ) -> int | None:
-        for tier, known in enumerate(self._known):
-            if key in known and (tier, key) not in absent:
-                return tier
-        return None
-
     def _hold_prefix(
         self, owner: str, request: Request, keys: Sequence[bytes], found: list[int | None]
     ) -> None:
         """Pin the resident part first, so that making room cannot evict it."""
         self._holds.pin([slot for slot in found if slot is not None])
         missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
-        taken = self.index.reserve(missing, request.access, lambda _: False)
+        taken = self.index.reserve(missing, request.access)
         self._holds.pin(taken)
         fresh = iter(taken)
         slots = [next(fresh) if slot is None else slot for slot in found]
         self._holds.begin(owner, keys, slots)
         self.index.touch(keys, request.access)
-        self._promote(request, list(zip(missing, taken, strict=True)))
+        self._promote(request, dict(zip(missing, taken, strict=True)))
 
-    def _promote(self, request: Request, chunks: list[tuple[bytes, int]]) -> None:
-        by_tier: dict[int, list[tuple[bytes, int]]] = {}
-        for key, slot in chunks:
-            tier = self._tier_of(key, request.absent)
-            if tier is None:
-                raise AssertionError(f"nothing to promote {key.hex()} from")
-            by_tier.setdefault(tier, []).append((key, slot))
-        for tier, pairs in by_tier.items():
-            keys, slots = zip(*pairs, strict=True)
-            left = self._holds.seconds_left(request)
-            step = Promote(self._step_id(), tier, keys, slots, left)
-            self._send(step, "")
-            self.counters.add("promotions_started", len(keys))
+    def _promote(self, request: Request, chunks: dict[bytes, int]) -> None:
+        """Fill `chunks`, keys and their slots, from the first tier that is known to hold each."""
+        for tier, known in enumerate(self._known):
+            keys = known.among(chunks, request.absent[tier])
+            if keys:
+                slots = tuple(map(chunks.pop, keys))
+                left = self._holds.seconds_left(request)
+                self._send(Promote(self._step_id(), tier, tuple(keys), slots, left), "")
+                self.counters.add("promotions_started", len(keys))
+        if chunks:
+            raise AssertionError(f"nothing to promote {next(iter(chunks)).hex()} from")
 
     def _step_id(self) -> int:
         self._ids += 1

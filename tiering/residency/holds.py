@@ -7,22 +7,24 @@ ever gets shorter. Part of the core; same owner, same rules.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
 from tiering.clock import Clock
-from tiering.residency.state import Slots
+from tiering.residency.state import Slots, SlotState
 
 
 @dataclass(slots=True)
 class Request:
-    """`access` is its number for the policy; `absent` holds (tier, key) pairs that it may not ask
+    """`access` is its number for the policy; `absent` holds by tier the keys that it may not ask
     for again; `deadline` is set from its first question to its release."""
 
     access: int
-    absent: set[tuple[int, bytes]] = field(default_factory=set)
+    absent: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     asks_out: int = 0
     deadline: float | None = None
     is_holding: bool = False
@@ -89,8 +91,8 @@ class Holds:
         request = self._requests[owner]
         request.is_holding = True
         request.keys, request.slots = list(keys), list(slots)
-        ready = self._slots.ready(slots).tolist()
-        request.waiting = {s for s, is_ready in zip(slots, ready, strict=True) if not is_ready}
+        is_unready = ~self._slots.are(SlotState.READY, slots)
+        request.waiting = set(compress(slots, is_unready.tolist()))
         for slot in request.waiting:
             self._waiters.setdefault(slot, []).append(owner)
 
@@ -120,13 +122,13 @@ class Holds:
             request = self._requests[owner]
             end = request.slots.index(slot)
             if tier is not None:
-                request.absent.add((tier, request.keys[end]))
+                request.absent[tier].add(request.keys[end])
             self.cut(owner, end)
 
     def wake(self, slots: Iterable[int]) -> None:
         """`slots` are READY."""
-        for slot in slots:
-            for owner in self._waiters.pop(slot, ()):
+        for slot in self._waiters.keys() & slots:
+            for owner in self._waiters.pop(slot):
                 self._requests[owner].waiting.discard(slot)
 
     @property

@@ -7,7 +7,8 @@ that were confirmed longest ago are forgotten, which costs one question when the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from itertools import takewhile
 
 KNOWN_KEYS_MAX = 1_000_000
 
@@ -33,6 +34,21 @@ class KnownKeys:
 
     def clear(self) -> None:
         self._keys.clear()
+
+    def prefix(self, keys: Iterable[bytes], absent: Container[bytes]) -> int:
+        """How many leading `keys` are in the set and not in `absent`."""
+        known = self._keys
+        return sum(1 for _ in takewhile(lambda key: key in known and key not in absent, keys))
+
+    def among(self, keys: Iterable[bytes], absent: Container[bytes]) -> list[bytes]:
+        """Those of `keys` that are in the set and not in `absent`."""
+        known = self._keys
+        return [key for key in keys if key in known and key not in absent]
+
+    def unknown(self, keys: Iterable[bytes], absent: Container[bytes] = ()) -> list[bytes]:
+        """Those of `keys` that are neither in the set nor in `absent`."""
+        known = self._keys
+        return [key for key in keys if key not in known and key not in absent]
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys

@@ -1,8 +1,8 @@
 """Steps that the core asks for and the outcomes that come back: plain data, nothing else.
 
 These are all that crosses the portal, in either direction, so they are msgspec structs that can
-be sent to another process as they are (`STEP_ENCODER` and friends are what a test sends them
-through). A step is named by `id`, unique within an engine; its outcome repeats it.
+be sent to another process as they are. A step is named by `id`, unique within an
+engine; its outcome repeats it.
 """
 
 from __future__ import annotations
@@ -81,3 +81,13 @@ class Outcome(msgspec.Struct, frozen=True):
     id: int
     verdicts: tuple[Verdict, ...]
     final: bool = True
+
+
+def failed(step: Step) -> Outcome:
+    """What becomes of a step that nobody can carry out."""
+    return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))
+
+
+def keys_with(step: Step, outcome: Outcome, verdict: Verdict) -> list[bytes]:
+    """The keys of `step` that came out as `verdict`."""
+    return [key for key, told in zip(step.keys, outcome.verdicts, strict=True) if told is verdict]

@@ -122,24 +122,21 @@ class Slots:
             self._free.extend(freed.tolist())
         self.states[where] = after
 
-    def ready(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of `slots` are READY."""
-        is_ready: npt.NDArray[np.bool_]
-        is_ready = self.states[np.asarray(slots, dtype=np.intp)] == SlotState.READY
-        return is_ready
+    def are(self, state: SlotState, slots: Sequence[int] | SlotArray) -> npt.NDArray[np.bool_]:
+        """Of each of `slots`, whether it is in `state`."""
+        are: npt.NDArray[np.bool_] = self.states[np.asarray(slots, dtype=np.intp)] == state
+        return are
+
+    def ready_prefix(self, slots: Sequence[int]) -> int:
+        """How many leading `slots` are READY."""
+        ready = self.are(SlotState.READY, slots)
+        return len(slots) if ready.all() else int(ready.argmin())
 
     def evictable(self) -> npt.NDArray[np.bool_]:
         """Of every slot, whether it may be evicted."""
-        is_pinned = (self.load_pins != 0) | (self.write_pins != 0)
-        may: npt.NDArray[np.bool_] = (self.states == SlotState.READY) & ~is_pinned
+        is_idle = (self.load_pins | self.write_pins) == 0
+        may: npt.NDArray[np.bool_] = (self.states == SlotState.READY) & is_idle
         return may
-
-    def is_evictable(self, slot: int) -> bool:
-        return bool(
-            self.states[slot] == SlotState.READY
-            and not self.load_pins[slot]
-            and not self.write_pins[slot]
-        )
 
     def unpin(self, slots: Sequence[int], pins: npt.NDArray[np.int32]) -> None:
         """Take one of `pins` off each slot; a doomed slot is freed with its last pin."""
