@@ -12,7 +12,7 @@ from tiering.errors import ClosedError
 from tiering.events import EventSink
 from tiering.portal import Portal
 from tiering.residency.core import Residency
-from tiering.residency.plan import Outcome, Step, Verdict
+from tiering.residency.plan import failed
 
 log = logging.getLogger("tiering")
 
@@ -37,11 +37,7 @@ class Engine:
             except ClosedError as error:
                 # The loop is gone: what it cannot do is a miss or an unstored chunk, at once.
                 log.debug("%s: %d steps failed", error, len(steps))
-                core.apply([_failed(step) for step in steps])
+                core.apply([failed(step) for step in steps])
         events = core.take_events()
         if events:
             self._events.publish(events)
-
-
-def _failed(step: Step) -> Outcome:
-    return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tiering.errors import ClosedError
 from tiering.pipeline.transfers import Transfers
-from tiering.residency.plan import Outcome, Step
+from tiering.residency.plan import Outcome, Step, failed
 from tiering.tiers.base import Tier
 
 log = logging.getLogger("tiering")
@@ -118,9 +118,13 @@ class ThreadPortal:
             self._loop.call_soon_threadsafe(self._take_steps)
 
     def drain(self) -> list[Outcome]:
+        is_over = self._loop is not None and not self._thread.is_alive()
         outcomes = []
         while self._outcomes:
             outcomes.append(self._outcomes.popleft())
+        while is_over and self._steps:
+            # Handed in while the loop was ending.
+            outcomes.append(failed(self._steps.popleft()))
         return outcomes
 
     def close(self, drain_seconds: float) -> bool:

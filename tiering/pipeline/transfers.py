@@ -2,7 +2,7 @@
 
 Owns the tiers from open to close and the transfers under way. Lives on one event loop; `start`
 and everything else is called from that loop. Only bugs raise out of a task: what a tier fails at
-is a verdict.
+is a verdict. Every step gets its one final outcome, also if it is cut off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from tiering.pipeline.cascade import cascade
 from tiering.pipeline.inflight import Inflight
 from tiering.pipeline.promotion import promote
 from tiering.pipeline.verdicts import Judge
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Outcome,
+    Promote,
+    Step,
+    Verdict,
+    failed,
+)
 from tiering.tiers.base import Tier
 
 
@@ -78,6 +87,14 @@ class Transfers:
         return len(late)
 
     async def _run(self, step: Step) -> None:
+        try:
+            await self._carry_out(step)
+        except BaseException:
+            # Cut off, or a bug: the tier has let go of the slots, and whoever waits is told so.
+            self._report(failed(step))
+            raise
+
+    async def _carry_out(self, step: Step) -> None:
         tier = self._tiers[step.tier]
         if isinstance(step, Contains):
             await self._ask(step, tier)

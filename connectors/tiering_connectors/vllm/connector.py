@@ -27,8 +27,9 @@ from tiering.tiers.host import Region, region_name
 from tiering.wiring import build_core, build_host_copier, build_tiers
 from tiering_connectors.vllm.geometry import LAYOUT, geometry_of, layout_digest
 from tiering_connectors.vllm.identity import namespace_of
-from tiering_connectors.vllm.metadata import Acknowledgements, StepMetadata
+from tiering_connectors.vllm.metadata import StepMetadata, WorkerMetadata
 from tiering_connectors.vllm.metrics import Growth, TieringPromMetrics, TieringStats
+from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.scheduler import SchedulerHalf
 from tiering_connectors.vllm.worker import WorkerHalf, device_type
 
@@ -62,6 +63,7 @@ class TieredConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
         self._config = parse(
             ConnectorConfig, self._kv_transfer_config.kv_connector_extra_config, EXTRA_CONFIG
         )
@@ -178,12 +180,12 @@ class TieredConnector(KVConnectorBase_V1):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduling().plan_step(scheduler_output)
+        return StepMetadata(self._scheduling().plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
-        if isinstance(told, Acknowledgements):
-            self._scheduling().acknowledged(told)
+        if isinstance(told, WorkerMetadata):
+            self._scheduling().acknowledged(told.told)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -205,15 +207,15 @@ class TieredConnector(KVConnectorBase_V1):
             raise RuntimeError("a hook of the worker's half was called before register_kv_caches")
         return self._worker
 
-    def _orders(self) -> StepMetadata:
-        orders = self._get_connector_metadata()
-        if not isinstance(orders, StepMetadata):
-            raise TypeError(f"StepMetadata was expected, not {type(orders).__name__}")
-        return orders
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, StepMetadata):
+            raise TypeError(f"StepMetadata was expected, not {type(metadata).__name__}")
+        return metadata.orders
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._working().fence(kv_connector_metadata)
+            self._working().fence(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._working().start_loads(self._orders())
@@ -240,7 +242,8 @@ class TieredConnector(KVConnectorBase_V1):
         return self._working().take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._working().take_acknowledgements()
+        told = self._working().take_acknowledgements()
+        return None if told is None else WorkerMetadata(told)
 
     # Of the class, and statistics
 
@@ -272,3 +275,13 @@ class TieredConnector(KVConnectorBase_V1):
     def __repr__(self) -> str:
         half = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
         return f"<TieredConnector {self._role.name.lower()} {half!r} {self._region!r}>"
+
+
+def _log_with_vllm() -> None:
+    """vLLM sets up its own logger only: what the engine says goes to the same place, unless
+    somebody has set up ours."""
+    ours, theirs = logging.getLogger("tiering"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = not theirs.handlers

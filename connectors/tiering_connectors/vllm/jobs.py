@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tiering_connectors.vllm.metadata import Acknowledgements
+from tiering_connectors.vllm.orders import Acknowledgements
 
 
 @dataclass(slots=True)

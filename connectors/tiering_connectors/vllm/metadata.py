@@ -1,53 +1,34 @@
-"""What the scheduler half tells the worker halves each step, and what they tell it back.
+"""The envelopes in which vLLM carries orders to its workers and their acknowledgements back.
 
-Plain data that vLLM pickles between processes. A copy job is named by an id that is unique within
-an engine; every rank carries it out and every rank acknowledges it, once.
+vLLM asks for subclasses of its own; what is in them is `orders`, which knows nothing of vLLM.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-from tiering.device.base import BlockMap
+from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
 
 
-@dataclass(frozen=True, slots=True)
-class CopyJob:
-    """Copy `blocks`; for a load, `request_id` is who waits for it."""
-
-    job_id: int
-    blocks: BlockMap
-    request_id: str = ""
-
-
-@dataclass
+@dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """One step's orders. `fence`: stores that must have ended before this step's forward, since
-    it may overwrite their source. `lost`: device blocks, by request, that were promised and
-    cannot be loaded."""
+    """Scheduler to workers, one for each step."""
 
-    loads: list[CopyJob] = field(default_factory=list)
-    stores: list[CopyJob] = field(default_factory=list)
-    fence: list[int] = field(default_factory=list)
-    lost: dict[str, list[int]] = field(default_factory=dict)
+    orders: StepOrders
 
 
-@dataclass
-class Acknowledgements(KVConnectorWorkerMetadata):
-    """How many ranks have ended each job, and the jobs that failed on one of them."""
+@dataclass(frozen=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler; vLLM adds up those of all ranks."""
 
-    ended: dict[int, int] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    told: Acknowledgements
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Acknowledgements:
-        if not isinstance(other, Acknowledgements):
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        if not isinstance(other, WorkerMetadata):
             raise TypeError(f"acknowledgements cannot be added to a {type(other).__name__}")
-        ended = dict(self.ended)
-        for job_id, ranks in other.ended.items():
-            ended[job_id] = ended.get(job_id, 0) + ranks
-        return Acknowledgements(ended, self.failed | other.failed)
+        return WorkerMetadata(self.told.merged(other.told))

@@ -18,7 +18,7 @@ from tiering.engine import Engine
 from tiering.keys import GROUP_BYTES
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.jobs import JobBook
-from tiering_connectors.vllm.metadata import Acknowledgements, CopyJob, StepMetadata
+from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,7 +56,7 @@ class SchedulerHalf:
         self._prompt_only = offload_prompt_only
         self._jobs = JobBook(geometry.ranks)
         self._requests: dict[str, _Tracked] = {}
-        self._step = StepMetadata()
+        self._step = StepOrders()
         self._loading_blocks: set[int] = set()
         # Mixed into every hash after a reset, so that nothing stored before is found again.
         self._mask = 0
@@ -161,10 +161,10 @@ class SchedulerHalf:
 
     # Storing
 
-    def plan_step(self, output: SchedulerOutput) -> StepMetadata:
+    def plan_step(self, output: SchedulerOutput) -> StepOrders:
         """This step's orders to the workers."""
         self._engine.pump()
-        step, self._step = self._step, StepMetadata()
+        step, self._step = self._step, StepOrders()
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -177,7 +177,7 @@ class SchedulerHalf:
         return step
 
     def _plan_store(
-        self, tracked: _Tracked, tokens: int, output: SchedulerOutput, step: StepMetadata
+        self, tracked: _Tracked, tokens: int, output: SchedulerOutput, step: StepOrders
     ) -> None:
         request, per_chunk = tracked.request, self._geometry.blocks_per_chunk
         computed = request.num_computed_tokens + tokens

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from tiering.device.base import DeviceCopier
-from tiering_connectors.vllm.metadata import Acknowledgements, CopyJob, StepMetadata
+from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +32,21 @@ class WorkerHalf:
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
 
-    def fence(self, step: StepMetadata) -> None:
+    def fence(self, step: StepOrders) -> None:
         """Wait for stores whose source this step may overwrite. Copies always end."""
         for job_id in step.fence:
             store = self._stores.get(job_id)
             if store is not None:
                 store.exception()
 
-    def start_loads(self, step: StepMetadata) -> None:
+    def start_loads(self, step: StepOrders) -> None:
         for job in step.loads:
             self._loads[job.job_id] = (job, self._copier.scatter(job.blocks))
         for request_id, blocks in step.lost.items():
             self._loaded.add(request_id)
             self._bad_blocks.update(blocks)
 
-    def start_stores(self, step: StepMetadata) -> None:
+    def start_stores(self, step: StepOrders) -> None:
         """The step's forward has ended: what it computed is final."""
         for job in step.stores:
             self._stores[job.job_id] = self._copier.gather(job.blocks)

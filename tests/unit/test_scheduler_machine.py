@@ -1,0 +1,185 @@
+"""A mini vLLM under random requests, gates and failures, with tiny pools everywhere.
+
+The mini vLLM checks bytes, pins and acknowledgements after every step; at the end all gates open,
+every request must end, and nothing may be left of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import hypothesis.strategies as st
+from gated import GATHER, SCATTER
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from mini_vllm import DEADLINE_SECONDS, MiniVllm
+
+from tiering.residency.plan import Promote
+
+# Three prefixes; the third parts from the first after a while.
+PREFIXES = {
+    "a": list(range(40)),
+    "b": list(range(100, 140)),
+    "c": list(range(14)) + list(range(200, 226)),
+}
+
+EXPECTED = [
+    *("loads", "stores", "fences", "preemptions", "failed loads", "aborts while loading"),
+    *("chunks_loaded", "chunks_stored", "stores_refused", "cascades_stored", "loads_cut"),
+    *("promotions_succeeded", "promotions_missing", "promotions_failed", "promotions_late"),
+]
+DISTURBANCES = [
+    *("forget", "late", "late", "wait", "deadline", "reset"),
+    *("vanish", "break reads", "break reads", "break copies", "break copies"),
+]
+
+
+def disturb(vllm: MiniVllm, what: str) -> None:
+    if what == "late":
+        for step in vllm.portal.steps:
+            if isinstance(step, Promote):
+                vllm.portal.late(step)
+    elif what == "forget":
+        vllm.forget_device()
+    elif what == "vanish":
+        for stored in vllm.portal.stored:
+            for key in list(stored)[1::3]:
+                del stored[key]
+    elif what == "break reads":
+        vllm.portal.reads_to_fail += 1
+    elif what == "break copies":
+        vllm.copiers[-1].to_fail.update([GATHER, SCATTER])
+    elif what == "reset":
+        vllm.reset()
+    else:
+        vllm.clock.advance(DEADLINE_SECONDS if what == "deadline" else 1.0)
+
+
+def turn(vllm: MiniVllm, chance: random.Random, number: int) -> None:
+    """Anything that may happen between two steps, the likely more often; then a step."""
+    requests = vllm.running + vllm.waiting
+    if chance.random() < 0.3 and len(requests) < 6:
+        tokens = PREFIXES[chance.choice("abc")][: chance.randint(1, 40)]
+        vllm.add(f"r{number}", tokens, chance.randint(1, 10))
+    if chance.random() < 0.1:
+        vllm.forget_device()
+    if chance.random() < 0.04:
+        disturb(vllm, chance.choice(DISTURBANCES))
+    if requests and chance.random() < 0.05:
+        vllm.abort(chance.choice(requests))
+    for step in list(vllm.portal.steps):
+        if chance.random() < 0.6:
+            vllm.portal.finish(step)
+    for copier in vllm.copiers:
+        for direction in (GATHER, SCATTER):
+            while copier.queues[direction] and chance.random() < 0.6:
+                copier.run(direction)
+    vllm.step()
+
+
+def test_long_runs_with_all_that_can_happen() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(10):
+        chance = random.Random(seed)
+        vllm = MiniVllm(
+            blocks_per_chunk=chance.choice([1, 2, 3]),
+            ranks=1 + seed % 2,
+            slots=chance.choice([4, 9, 16]),
+            tiers=chance.choice([1, 2]),
+            device_blocks=chance.choice([13, 18, 30]),
+            token_budget=chance.choice([5, 16, 64]),
+        )
+        for number in range(400):
+            turn(vllm, chance, number)
+        vllm.run()
+        seen.update(vllm.core.counters.snapshot())
+        seen.update(vllm.seen)
+    rare = {what: seen[what] for what in EXPECTED if seen[what] < 3}
+    assert not rare, f"hardly tried: {rare}"
+
+
+class Engine(RuleBasedStateMachine):
+    @initialize(
+        per_chunk=st.sampled_from([1, 1, 2, 3]),
+        ranks=st.sampled_from([1, 1, 2]),
+        slots=st.sampled_from([2, 5, 9]),
+        tiers=st.sampled_from([0, 1, 1, 2]),
+        device_blocks=st.sampled_from([13, 18, 30]),
+        token_budget=st.sampled_from([5, 16, 64]),
+        prompt_only=st.sampled_from([False, False, True]),
+    )
+    def start(self, **shape: int) -> None:
+        per_chunk = shape.pop("per_chunk")
+        self.vllm = MiniVllm(blocks_per_chunk=per_chunk, **shape)
+        self.count = 0
+
+    @rule(
+        prefix=st.sampled_from(sorted(PREFIXES)),
+        tokens=st.integers(1, 40) | st.integers(25, 40),
+        outputs=st.integers(1, 10),
+        is_forgotten=st.sampled_from([True, True, False]),
+    )
+    def add(self, prefix: str, tokens: int, outputs: int, is_forgotten: bool) -> None:
+        if len(self.vllm.waiting) < 4:
+            self.count += 1
+            self.vllm.add(f"r{self.count}", PREFIXES[prefix][:tokens], outputs)
+        if is_forgotten:
+            self.vllm.forget_device()
+
+    @rule(count=st.integers(1, 3))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.vllm.step()
+
+    @rule(count=st.integers(1, 6))
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.vllm.release()
+            self.vllm.step()
+
+    @rule(ends=st.sampled_from([GATHER, SCATTER, "tiers"]))
+    def go_on_in_part(self, ends: str) -> None:
+        self.vllm.step()
+        if ends == "tiers":
+            self.vllm.portal.finish_all()
+        else:
+            self.vllm.copiers[-1].run_all(ends)
+        self.vllm.step()
+
+    @precondition(lambda self: self.vllm.running or self.vllm.waiting)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        requests = self.vllm.running + self.vllm.waiting
+        self.vllm.abort(requests[data.draw(st.integers(0, len(requests) - 1))])
+
+    @precondition(lambda self: self.vllm.portal.steps)
+    @rule(data=st.data(), fails=st.sampled_from([0, 0, 1, 2]))
+    def answer(self, data: st.DataObject, fails: int) -> None:
+        steps = self.vllm.portal.steps
+        step = steps[data.draw(st.integers(0, len(steps) - 1))]
+        failing = set(data.draw(st.permutations(range(len(step.keys))))[:fails]) if fails else ()
+        self.vllm.portal.finish(step, failing)
+
+    @rule(
+        rank=st.integers(0, 1),
+        direction=st.sampled_from([GATHER, SCATTER]),
+        fails=st.booleans(),
+    )
+    def copy(self, rank: int, direction: str, fails: bool) -> None:
+        copier = self.vllm.copiers[rank % len(self.vllm.copiers)]
+        if copier.queues[direction]:
+            copier.to_fail[direction] = int(fails)
+            copier.run(direction)
+
+    @rule(what=st.sampled_from(DISTURBANCES))
+    def disturb(self, what: str) -> None:
+        disturb(self.vllm, what)
+
+    def teardown(self) -> None:
+        if hasattr(self, "vllm"):
+            self.vllm.run()
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
