@@ -18,7 +18,7 @@ async def main(root: Path) -> None:
     config = StoreConfig(
         layout=layout,
         cpu_bytes_to_use=16 * MiB,
-        secondary_tiers=[FsTierConfig(root_dir=str(root.absolute()))],
+        secondary_tiers=[FsTierConfig(root_dir=str(root))],
     )
     tokens = list(range(1000))
     keys = layout.keys(tokens)  # one key for each full chunk, each chained to its parent
@@ -45,4 +45,4 @@ def compute(key: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]).absolute()))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gated import GATHER
-from mini_scenes import step_until, stored_before
+from mini_scenes import step_until, steps_of, stored_before
 from mini_vllm import MiniVllm
 
-from tiering.residency.plan import Promote
+from tiering.residency.plan import Contains, Promote
 from tiering.residency.state import SlotState
 
 
@@ -149,3 +149,42 @@ def test_only_the_prompt_is_stored_if_told_so() -> None:
         vllm.add("a", range(9), outputs=13)
         vllm.run()
         assert len(vllm.core.index) == chunks
+
+
+def test_what_was_loaded_before_a_reset_is_not_stored_after_it() -> None:
+    """vLLM may reset while a request loads: its blocks are of the old kind until it is done."""
+    vllm = stored_before(40)
+    vllm.add("again", range(44), outputs=2)
+    vllm.portal.finish(step_until(vllm, Promote))
+    assert vllm.step().loads
+    assert not vllm.reset()
+    vllm.run()
+    assert vllm.loaded_tokens["again"] == 40
+    assert len(vllm.core.index) == 0
+
+
+def test_a_hold_without_room_is_tried_again_only_when_something_changed() -> None:
+    vllm = stored_before(40, slots=16, device_blocks=64)
+    other = MiniVllm(slots=64, device_blocks=64)
+    other.add("other", range(200, 240))
+    other.run()
+    vllm.portal.stored[0].update(other.portal.stored[0])
+    vllm.add("one", range(40))
+    step_until(vllm, Promote)
+    tried: list[str] = []
+    hold = vllm.core.hold
+
+    def counted(owner: str, keys: list[bytes]) -> bool:
+        tried.append(owner)
+        return hold(owner, keys)
+
+    vllm.core.hold = counted  # type: ignore[method-assign, assignment]
+    vllm.add("two", range(200, 240))
+    vllm.step()
+    for question in steps_of(vllm, Contains):
+        vllm.portal.finish(question)
+    for _ in range(5):
+        vllm.step()
+    assert tried == ["two"]
+    vllm.run()
+    assert (vllm.loaded_tokens["one"], vllm.loaded_tokens["two"]) == (36, 36)

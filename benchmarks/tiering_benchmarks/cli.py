@@ -1,0 +1,48 @@
+"""The command `tiering-bench`: finds the subcommand and turns failure into one line and a code.
+
+A subcommand lives in a module of its own, which adds itself through `add_command`. Exit codes:
+0 all well, 1 it ran and something is not as it should be, 2 it could not run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from tiering.errors import TieringError
+from tiering_benchmarks import demo, models, scheduler
+
+COMMANDS = (demo, models, scheduler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code; `argv` is without the program's name."""
+    parser = argparse.ArgumentParser(
+        prog="tiering-bench", description="Measure kv-tiering under a real vLLM."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        module.add_command(commands)
+    args = parser.parse_args(argv)
+    # As an exception, so that servers that were started are stopped on the way out.
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code: int = args.run(args)
+    except TieringError as error:
+        print(f"tiering-bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
