@@ -93,6 +93,7 @@ def geometry_of(
     """Read it off; ConfigError for what the connector does not serve."""
     parallel = vllm_config.parallel_config
     _refuse_parallelism(parallel)
+    _refuse_layout(kv_cache_config.kv_cache_layout)
     spec = _only_full_attention(kv_cache_config)
     tokens = spec.block_size
     hash_tokens = kv_cache_config.hash_block_size or tokens
@@ -138,6 +139,17 @@ def _refuse_parallelism(parallel: object) -> None:
             raise ConfigError(
                 flag, value, "this version of the TieredConnector does not serve it", "write 1"
             )
+
+
+def _refuse_layout(layout: str | None) -> None:
+    """A block's bytes must lie together in each layer, heads and tokens inside them."""
+    if layout is not None and not {"L", "B"} == set(layout[:2]):
+        raise ConfigError(
+            "kv_cache_layout",
+            layout,
+            "spreads a block of one layer over several places, which this version does not serve",
+            f"let vLLM choose {LAYOUT}, by naming no other layout",
+        )
 
 
 def _only_full_attention(kv_cache_config: KVCacheConfig) -> KVCacheSpec:
