@@ -1,0 +1,333 @@
+"""vLLM's engine in a process of its own, driven by a test one call at a time.
+
+Two halves. `EngineProcess` is the test's: it starts this file as a program, sends it a line of
+JSON for each call and waits, with a deadline, for the line that answers. `Calls` is the other
+end: vLLM's offline engine with everything in one process, so a call can look into the connector
+and make its copier fail. Only the child imports vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from prompts import BLOCK
+from tiering_benchmarks.server import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tiering.device.base import BlockMap
+    from tiering.device.host import HostCopier
+
+BLOCK_BYTES = 64 << 10
+"""Of the tiny model, in the device and in the host tier."""
+
+CALL_SECONDS = 120.0
+SETTLE_SECONDS = 30.0
+LATE_SECONDS = 0.05
+
+
+class EngineFailed(AssertionError):
+    """The engine raised, ended or hung; with the child's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`logprobs[i]` of the chosen `tokens[i]`; `runner_up[i]` of the best of all others."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    runner_up: list[float]
+    cached_tokens: int
+
+
+def connector_config(root: Path | None, host_bytes: int, **extra: Any) -> dict[str, Any]:
+    """Our connector, by its name alone: vLLM must find it through the plugin entry point."""
+    tiers = [] if root is None else [{"type": "fs", "root_dir": str(root)}]
+    return {
+        "kv_connector": "TieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": host_bytes,
+            "secondary_tiers": tiers,
+            **extra,
+        },
+    }
+
+
+class EngineProcess:
+    """The test's half; a context manager. `options` go to `vllm.LLM` as they are."""
+
+    def __init__(self, log: Path, **options: Any) -> None:
+        self._log = log
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._log.parent,
+                env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            )
+        try:
+            if self._options:
+                self.call("start", **self._options)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once: nothing may depend on more."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None and process.stdout is not None:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """`Calls.<name>(**arguments)` in the child; EngineFailed if it raised, ended or hung."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise EngineFailed("the engine is not running")
+        process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], CALL_SECONDS)[0]:
+            raise EngineFailed(f"{name}: no answer within {CALL_SECONDS:g} s; {self.log_tail()}")
+        line = process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"{name}: the engine ended; {self.log_tail()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineFailed(f"{name}: {reply['error']}")
+        return reply["result"]
+
+    def log_tail(self) -> str:
+        return f"{self._log} ends with\n{self._log.read_text(errors='replace')[-6000:]}"
+
+    def ask(self, prompt: Sequence[int], tokens: int = 4, **how: Any) -> Answer:
+        (answer,) = self.ask_all([prompt], tokens, **how)
+        return answer
+
+    def ask_all(
+        self, prompts: Iterable[Sequence[int]], tokens: int = 4, **how: Any
+    ) -> list[Answer]:
+        """All at once. `salt` makes them strangers to everything that is cached."""
+        asked = [list(prompt) for prompt in prompts]
+        return [Answer(**told) for told in self.call("ask", prompts=asked, tokens=tokens, **how)]
+
+    def counters(self) -> dict[str, int]:
+        counted: dict[str, int] = self.call("state")["counters"]
+        return counted
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """Filled, at the end of the block, with what counters and sources grew by in it."""
+        grown: dict[str, int] = {}
+        before = self._counts()
+        yield grown
+        grown.update({n: v - before[n] for n, v in self._counts().items() if v != before[n]})
+
+    def _counts(self) -> dict[str, int]:
+        state = self.call("state")
+        return {**state["counters"], **state["cached"], "preemptions": state["preemptions"]}
+
+
+class Calls:
+    """The child's half: each method is a call; arguments and results are JSON."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._copies_broken = 0
+
+    def start(self, **options: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = options.pop("connector", None)
+        if connector is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**connector)
+        self._llm = LLM(
+            enforce_eager=True, block_size=BLOCK, disable_log_stats=False, seed=0, **options
+        )
+
+    def start_in_vain(self, **options: Any) -> str:
+        """The error that a start ends with."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        try:
+            self.start(**options)
+        except Exception as error:
+            # Otherwise the next start would find this one's worker half.
+            ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("the engine started")
+
+    def ask(
+        self, prompts: list[list[int]], tokens: int, salt: str | None = None
+    ) -> list[dict[str, Any]]:
+        wanted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
+        outputs = self._llm.generate(wanted, _sampling(tokens), use_tqdm=False)
+        return [_answer(output) for output in outputs]
+
+    def ask_and_abort(
+        self, prompts: list[list[int]], tokens: int, abort_at: list[int]
+    ) -> dict[str, list[int]]:
+        """Request i is aborted before step `abort_at[i]`; the tokens of those that end first."""
+        engine = self._llm.llm_engine
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, _sampling(tokens))
+        ended: dict[str, list[int]] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            engine.abort_request([str(i) for i, at in enumerate(abort_at) if at == step])
+            for output in engine.step():
+                if output.finished:
+                    ended[output.request_id] = list(output.outputs[0].token_ids)
+            step += 1
+        return ended
+
+    def reset(self, connector: bool = False) -> bool:
+        """Empty the device's prefix cache, and the connector's tiers with it if so told."""
+        done: bool = self._llm.reset_prefix_cache(reset_connector=connector)
+        return done
+
+    def empty_host(self) -> None:
+        """Evict all of the host tier, as other prompts would."""
+        self._half()._core.index.clear()
+
+    def settle(self) -> None:
+        """Step until nothing is under way: no copy, no read, no write."""
+        scheduler, half = self._scheduler(), self._half()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while scheduler.has_requests() or not half._core.is_settled:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not settled: {half!r} {half._core!r}")
+            self._llm.llm_engine.step()
+            half._engine.pump()
+
+    def state(self) -> dict[str, Any]:
+        """What there is to know of the connector's scheduler half, and vLLM's own counts."""
+        half = self._half()
+        core = half._core
+        slots = core.index.slots
+        metrics = {}
+        for metric in self._llm.get_metrics():
+            if hasattr(metric, "value"):
+                metrics[metric.name, metric.labels.get("source", "")] = metric.value
+        name = "vllm:prompt_tokens_cached_by_source"
+        return {
+            "connector": type(self._scheduler().connector).__name__,
+            "counters": half.counters(),
+            "cached": {s: int(v) for (n, s), v in metrics.items() if n == name},
+            "preemptions": int(metrics["vllm:num_preemptions", ""]),
+            "slots": {state.name: count for state, count in slots.census().items() if count},
+            "rows": len(slots),
+            "indexed": len(core.index),
+            "pins": int(slots.load_pins.sum()) + int(slots.write_pins.sum()),
+            "jobs": len(half._jobs),
+            "requests": len(half._requests) + len(core._holds),
+            "waited_for": core._holds.slots_waited_for,
+            "steps": core.steps_out,
+        }
+
+    def break_copies(self, direction: str, fault: str, copies: int) -> None:
+        """The next `copies` of `direction` (`gather` or `scatter`) leave out their first block
+        without a word (`drop`), end with an error (`fail`), or are whole and end late (`late`)."""
+        from tiering.device.base import BlockMap
+        from tiering.device.host import HostCopier
+        from tiering.errors import CopyError
+
+        whole = getattr(HostCopier, direction)
+        self._copies_broken = 0
+
+        def broken(copier: HostCopier, blocks: BlockMap) -> Future[None]:
+            self._copies_broken += 1
+            if self._copies_broken == copies:
+                setattr(HostCopier, direction, whole)
+            if fault != "late":
+                blocks = BlockMap(blocks.blocks[1:], blocks.slots[1:], blocks.positions[1:])
+            future: Future[None] = whole(copier, blocks)
+            if fault == "drop":
+                return future
+            future.result()
+            told: Future[None] = type(future)()
+            if fault == "fail":
+                told.set_exception(CopyError("broken on purpose"))
+            else:
+                threading.Timer(LATE_SECONDS, told.set_result, [None]).start()
+            return told
+
+        setattr(HostCopier, direction, broken)
+
+    def copies_broken(self) -> int:
+        """How many copies `break_copies` has broken since it was called."""
+        return self._copies_broken
+
+    def _scheduler(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _half(self) -> Any:
+        return self._scheduler().connector._scheduler
+
+
+def _sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=2, ignore_eos=True)
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    (completion,) = output.outputs
+    tokens = list(completion.token_ids)
+    steps = list(zip(tokens, completion.logprobs, strict=True))
+    return {
+        "tokens": tokens,
+        "logprobs": [step[token].logprob for token, step in steps],
+        "runner_up": [max(e.logprob for t, e in s.items() if t != token) for token, s in steps],
+        "cached_tokens": output.num_cached_tokens,
+    }
+
+
+def main() -> None:
+    """Answer calls until nobody asks any more."""
+    replies = os.fdopen(os.dup(1), "w")
+    # Whatever else is printed goes to the log.
+    os.dup2(2, 1)
+    calls = Calls()
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        reply: Mapping[str, Any]
+        try:
+            reply = {"result": getattr(calls, name)(**arguments)}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=replies, flush=True)
+    # Without the interpreter's own end, which takes seconds and is of no interest.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
