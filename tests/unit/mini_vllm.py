@@ -176,7 +176,7 @@ class MiniVllm:
     def run(self, steps_max: int = 200) -> None:
         """Until every request has ended, all gates open."""
         for _ in range(steps_max):
-            if not (self.running or self.waiting or self.draining or self.half.has_copies_out):
+            if not (self.running or self.waiting or self.draining or self.half.needs_steps):
                 break
             self.step()
             self.release()
@@ -196,7 +196,7 @@ class MiniVllm:
         assert not slots.load_pins.any()
         assert not slots.write_pins.any()
         assert {SlotState(s) for s in slots.states.tolist()} <= {SlotState.FREE, SlotState.READY}
-        assert not self.half.has_copies_out
+        assert not self.half.needs_steps
         assert repr(self.half) == "<SchedulerHalf 0 requests, 0 jobs out>"
         assert not self.core._holds.owners()
         assert self.core.is_settled

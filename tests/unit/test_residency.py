@@ -363,3 +363,17 @@ def test_writes_that_fail_are_counted_and_what_is_being_filled_is_not_ready() ->
     assert (told["cascades_stored"], told["cascades_failed"]) == (1, 2)
     rig.core.reserve("r", chain("b", 1), 0)
     assert rig.core.index.ready([*keys, *chain("b", 1)]).keys() == set(keys)
+
+
+def test_turns_are_needed_while_writes_wait_and_move_but_not_for_a_hung_tier() -> None:
+    rig, keys = Rig(8), chain("a", 8)
+    rig.core.open("r")
+    assert not rig.core.needs_turns
+    rig.core.filled(rig.core.reserve("r", keys, 0).slots)
+    assert rig.core.needs_turns, "one of eight is over the limit"
+    rig.clock.advance(DEADLINE)
+    assert not rig.core.needs_turns, "nothing was heard of the tier"
+    (first,) = rig.steps(Cascade)
+    rig.answer([first], Verdict.STORED)
+    assert not rig.core.needs_turns
+    assert [step.keys for step in rig.steps(Cascade)] == [(keys[7],)]

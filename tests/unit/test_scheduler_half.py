@@ -107,7 +107,7 @@ def held(vllm: MiniVllm) -> None:
     hostage = vllm.pool.take(len(vllm.pool.free))
     vllm.step()
     assert vllm.core.budget.held
-    assert not vllm.half.has_copies_out
+    assert not vllm.half.needs_steps
     vllm.pool.give_back(hostage)
 
 
@@ -124,7 +124,7 @@ def arrived(vllm: MiniVllm) -> None:
     copied_but_not_told(vllm)
     hostage = vllm.pool.take(len(vllm.pool.free))
     vllm.step()
-    assert not vllm.half.has_copies_out
+    assert not vllm.half.needs_steps
     vllm.pool.give_back(hostage)
 
 

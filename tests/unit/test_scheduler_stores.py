@@ -27,10 +27,10 @@ def test_a_request_finished_before_its_store_is_acknowledged() -> None:
     vllm.add("a", range(20))
     vllm.step()
     assert [r.request_id for r in vllm.finished] == ["a"]
-    assert vllm.half.has_copies_out
+    assert vllm.half.needs_steps
     vllm.run()
     assert len(vllm.core.index) == 5
-    assert not vllm.half.has_copies_out
+    assert not vllm.half.needs_steps
 
 
 def test_blocks_given_to_another_are_fenced_and_no_others() -> None:
@@ -188,3 +188,24 @@ def test_a_hold_without_room_is_tried_again_only_when_something_changed() -> Non
     assert tried == ["two"]
     vllm.run()
     assert (vllm.loaded_tokens["one"], vllm.loaded_tokens["two"]) == (36, 36)
+
+
+def test_an_idle_engine_is_kept_stepping_until_every_chunk_is_given_to_the_tier() -> None:
+    """Writes may pin all but the reserve of the host tier: the rest needs another step."""
+    vllm = MiniVllm(slots=8, device_blocks=64)
+    vllm.add("a", range(32))
+    vllm.step()
+    vllm.portal.finish_all()  # The question whether the tier has it.
+    for _ in range(3):
+        vllm.step()
+        for copier in vllm.copiers:
+            copier.run_all(GATHER)
+    assert [r.request_id for r in vllm.finished] == ["a"]
+    assert len(vllm.half._jobs) == 0
+    assert vllm.half.needs_steps
+    vllm.portal.finish_all()
+    vllm.step()
+    assert not vllm.half.needs_steps
+    vllm.portal.finish_all()
+    vllm.step()
+    assert len(vllm.portal.stored[0]) == 8

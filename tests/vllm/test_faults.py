@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 CHUNKS = 20
-CHUNK_BYTES = 64 << 10
+SERVED_CHUNK_BYTES = 128 << 10
+"""Of the server, which computes in float32."""
 
 Fault = Callable[[list[Path]], None]
 
@@ -108,7 +109,7 @@ def test_a_changed_file_is_a_miss_and_is_stored_again(
 @pytest.mark.slow
 def test_a_server_counts_the_damage_and_goes_on(make_server: ServerFactory, tmp_path: Path) -> None:
     """The same through `vllm serve`; its host tier of 40 chunks is emptied by other prompts."""
-    config = demo.connector_config(tmp_path, 41 * CHUNK_BYTES, blocks_per_chunk=1)
+    config = demo.connector_config(tmp_path, 41 * SERVED_CHUNK_BYTES, blocks_per_chunk=1)
     prompt = random_prompt("served", CHUNKS * BLOCK + 8)
     with make_server(connector=config, block_size=BLOCK) as server:
         client = server.client

@@ -94,6 +94,8 @@ class Residency:
         self.index = HostIndex(slot_count, policy)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
+        self._clock = clock
+        self._deadline_seconds = load_deadline_seconds
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
         self._known = [KnownKeys() for _ in range(tiers)]
         self._cascades = CascadeBook(
@@ -103,6 +105,7 @@ class Residency:
         self._steps: list[Step] = []
         self._events: list[Event] = []
         self._ids = 0
+        self._writes_moved_at = clock.now()
         self.changes = 0
 
     # Requests
@@ -261,6 +264,7 @@ class Residency:
         keys = self.index.fill(slots)
         self.counters.add("chunks_stored", len(keys))
         self.changes += 1
+        self._writes_moved_at = self._clock.now()
         self._holds.wake(slots)
         self._steps += self._cascades.want(keys)
 
@@ -321,6 +325,13 @@ class Residency:
         return not self.steps_out and not self._cascades.waiting
 
     @property
+    def needs_turns(self) -> bool:
+        """Whether chunks wait for room among the writes, and writes do end: `apply` lets them go.
+        Not for ever: a tier from which nothing is heard for a deadline is not waited for."""
+        silence = self._clock.now() - self._writes_moved_at
+        return bool(self._cascades.waiting) and silence < self._deadline_seconds
+
+    @property
     def may_make_room(self) -> bool:
         """Whether a slot that cannot be evicted now will be, without a new request's doing."""
         slots = self.index.slots
@@ -340,6 +351,7 @@ class Residency:
         for outcome in outcomes:
             if self._cascades.is_mine(outcome.id):
                 stored, steps = self._cascades.settle(outcome)
+                self._writes_moved_at = self._clock.now()
                 self._steps += steps
                 if stored:
                     self._events.append(ChunksStored(STORAGE_MEDIUM, tuple(stored)))

@@ -194,7 +194,7 @@ class TieredConnector(KVConnectorBase_V1):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduling().has_copies_out
+        return self._scheduling().needs_steps
 
     def reset_cache(self) -> bool:
         self._scheduling().reset()

@@ -271,9 +271,10 @@ class SchedulerHalf:
         return self._core.counters.snapshot()
 
     @property
-    def has_copies_out(self) -> bool:
-        """Whether the engine must keep stepping to hear of copies that end."""
-        return bool(len(self._jobs))
+    def needs_steps(self) -> bool:
+        """Whether the engine must keep stepping though nothing is scheduled: to hear of copies
+        that end, or because chunks could not all be given to the tiers at once."""
+        return bool(len(self._jobs)) or self._core.needs_turns
 
     def _forget(self, owner: str) -> None:
         del self._requests[owner]
