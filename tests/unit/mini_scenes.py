@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mini_vllm import MiniVllm
-
 from tiering.residency.plan import Cascade, Contains, Promote
 
 

@@ -16,19 +16,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from gated import GATHER, SCATTER, GatedCopier, GatedPortal
 from mini_blocks import BLOCK, BlockPool, Request
-from tiering_connectors.vllm.geometry import Geometry, Region
-from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
-from tiering_connectors.vllm.scheduler import SchedulerHalf
-from tiering_connectors.vllm.worker import WorkerHalf
-
 from tiering.engine import Engine
 from tiering.events import NoEvents
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
 from tiering.testing.clocks import ManualClock
+from tiering_connectors.vllm.geometry import Geometry, Region
+from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
+from tiering_connectors.vllm.scheduler import SchedulerHalf
+from tiering_connectors.vllm.worker import WorkerHalf
 
 LAYERS = 2
 DEADLINE_SECONDS = 10.0

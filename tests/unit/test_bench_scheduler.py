@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+
 from tiering_benchmarks import scheduler
 from tiering_benchmarks.cli import main
 

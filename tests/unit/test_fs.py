@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 import pytest
-from fs_places import KEYS, NAMESPACE, children, file_of, files, opened, quarantined
 
+from fs_places import KEYS, NAMESPACE, children, file_of, files, opened, quarantined
 from tiering.errors import DamagedChunk
 from tiering.keys import chunk_key
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of, stored, views

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fs_places import KEYS, file_of, files, opened
 
+from fs_places import KEYS, file_of, files, opened
 from tiering.errors import TierError
 from tiering.testing.examples import blank, payload_of, stored, views
 from tiering.tiers.base import Failed, Read, Write

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from fs_places import KEYS, NAMESPACE, children, file_of, files, make_tier, opened
 
+from fs_places import KEYS, NAMESPACE, children, file_of, files, make_tier, opened
 from tiering.errors import ConfigError, TierError
 from tiering.testing.examples import blank, stored
 from tiering.tiers import fs_io, fs_temps

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fs_places import KEYS, NAMESPACE, children, file_of, make_tier, opened
 
+from fs_places import KEYS, NAMESPACE, children, file_of, make_tier, opened
 from tiering.testing.examples import CHUNK_BYTES, blank, stored, views
 from tiering.tiers.base import Failed, Read, Write
 from tiering.tiers.fs_survey import survey

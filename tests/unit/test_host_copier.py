@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiering_kernels import rows
 
 from tiering.device import host
 from tiering.device.base import BlockMap
@@ -18,6 +17,7 @@ from tiering.device.host import HostCopier
 from tiering.errors import ClosedError, CopyError
 from tiering.layout import RowLayout, ShareLayout
 from tiering.tiers.host import Region, region_name, sweep
+from tiering_kernels import rows
 
 NUM_BLOCKS, ROWS = 8, 4
 LAYOUT = ShareLayout(page_bytes=(100, 36), blocks_per_chunk=2)

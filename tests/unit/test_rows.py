@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from tiering_kernels import rows
 from tiering_kernels.rows import gather_pages, scatter_pages
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gated import SCATTER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from gated import SCATTER
 from mini_blocks import BLOCK, Request
 from mini_scenes import step_until, steps_of, stored_before
 from mini_vllm import DEADLINE_SECONDS, MiniVllm
-
 from tiering.residency.plan import Contains, Promote
 from tiering.residency.state import SlotState
 

@@ -10,11 +10,11 @@ import random
 from collections import Counter
 
 import hypothesis.strategies as st
-from gated import GATHER, SCATTER
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from mini_vllm import DEADLINE_SECONDS, MiniVllm
 
+from gated import GATHER, SCATTER
+from mini_vllm import DEADLINE_SECONDS, MiniVllm
 from tiering.residency.plan import Promote
 
 # Three prefixes; the third parts from the first after a while.

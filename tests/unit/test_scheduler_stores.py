@@ -5,7 +5,6 @@ from __future__ import annotations
 from gated import GATHER
 from mini_scenes import step_until, steps_of, stored_before
 from mini_vllm import MiniVllm
-
 from tiering.residency.plan import Contains, Promote
 from tiering.residency.state import SlotState
 

@@ -7,15 +7,15 @@ import threading
 
 import numpy as np
 import pytest
-from gated import GARBAGE, GATHER, SCATTER, GatedCopier
-from tiering_connectors.vllm.jobs import JobBook
-from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
-from tiering_connectors.vllm.worker import WorkerHalf
 
+from gated import GARBAGE, GATHER, SCATTER, GatedCopier
 from tiering.device.base import BlockMap
 from tiering.device.host import HostCopier
 from tiering.errors import ClosedError
 from tiering.layout import ShareLayout
+from tiering_connectors.vllm.jobs import JobBook
+from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
+from tiering_connectors.vllm.worker import WorkerHalf
 
 PAGE = 8
 

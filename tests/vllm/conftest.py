@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiering_benchmarks.models import make_model
 from tiering_benchmarks.server import VllmServer
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from inproc import EngineProcess, connector_config
 from prompts import BLOCK
 from tiering_benchmarks.server import ServerFailed

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from inproc import EngineProcess, connector_config
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks import demo

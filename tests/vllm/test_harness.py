@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from tiering_benchmarks.client import RequestFailed
 from tiering_benchmarks.models import VOCABULARY
 from tiering_benchmarks.server import ServerFailed, VllmServer, group_members

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from inproc import BLOCK_BYTES, Answer, EngineProcess, connector_config
 from prompts import BLOCK, random_prompt
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from prompts import BLOCK, random_prompt
-from tiering_benchmarks.client import Client, RequestFailed
-from tiering_benchmarks.demo import connector_config, wait_at_rest
 
+from prompts import BLOCK, random_prompt
 from tiering.keys import chunk_key
 from tiering.tiers import frame
+from tiering_benchmarks.client import Client, RequestFailed
+from tiering_benchmarks.demo import connector_config, wait_at_rest
 
 if TYPE_CHECKING:
     from .conftest import ServerFactory

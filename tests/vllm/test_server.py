@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.client import Client, Completion
 from tiering_benchmarks.demo import connector_config, wait_at_rest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tiering_benchmarks.models import RECIPE_FILE, make_model
 
 from tiering.errors import ConfigError
+from tiering_benchmarks.models import RECIPE_FILE, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path

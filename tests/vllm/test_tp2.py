@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.demo import connector_config, wait_at_rest
 from tiering_benchmarks.server import VllmServer

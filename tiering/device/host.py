@@ -15,11 +15,11 @@ from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
-from tiering_kernels.rows import gather_pages, scatter_pages
 
 from tiering.device.base import BlockMap, DeviceCopier
 from tiering.errors import ClosedError, CopyError
 from tiering.layout import ShareLayout
+from tiering_kernels.rows import gather_pages, scatter_pages
 
 ByteArray = npt.NDArray[np.uint8]
 Copy = tuple[BlockMap, Future[None]]
