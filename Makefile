@@ -25,7 +25,7 @@ READY := $(VENV)/ready
 help:
 	@echo "make demo             one long prompt, answered from device, host and disk by a real vLLM"
 	@echo "make test             every test, those with a real vLLM too"
-	@echo "make fast             the tests that take under a minute each"
+	@echo "make fast             tests of all parts, and a short one with a real vLLM"
 	@echo "make check            lint, types and import contracts"
 	@echo "make serve MODEL=...  vllm serve with the tiered connector; CPU_BYTES, ROOT_DIR, PORT, ARGS;"
 	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"

@@ -77,6 +77,7 @@ def _vllm_is_installed() -> bool:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.skipif(not _vllm_is_installed(), reason="no vLLM in this environment")
 def test_against_vllm_both_do_the_same_things() -> None:
     """In its own process: vLLM's imports warn, and take long."""

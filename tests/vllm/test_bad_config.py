@@ -19,7 +19,7 @@ from tiering_benchmarks.server import ServerFailed
 if TYPE_CHECKING:
     from .conftest import ServerFactory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOMY_BYTES = 16 << 20
 KEY = "kv_connector_extra_config"
@@ -76,7 +76,6 @@ def test_the_engine_refuses_it_at_start(
     assert a_file.read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_a_server_ends_with_the_sentence_in_its_log(
     make_server: ServerFactory, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .conftest import ServerFactory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK = 32
 PROMPT_TOKENS = 20 * BLOCK + 8
@@ -95,7 +95,6 @@ def test_a_refused_request_says_why(server: VllmServer) -> None:
         server.client.complete([100] * 5000, 1)
 
 
-@pytest.mark.slow
 def test_stop_and_kill_leave_no_process(make_server: ServerFactory) -> None:
     server = make_server(block_size=BLOCK)
     with pytest.raises(ServerFailed, match="not running"):

@@ -18,7 +18,7 @@ import pytest
 from inproc import BLOCK_BYTES, Answer, EngineProcess, connector_config
 from prompts import BLOCK, random_prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOMY_BYTES = 64 << 20
 HEADER_BYTES_MAX = 8192

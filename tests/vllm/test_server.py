@@ -15,7 +15,7 @@ from tiering_benchmarks.demo import connector_config, wait_at_rest
 if TYPE_CHECKING:
     from .conftest import ServerFactory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHUNKS = 20
 BLOCKS_PER_CHUNK = 2
@@ -30,7 +30,6 @@ def ask(client: Client, prompt: list[int]) -> tuple[Completion, dict[str, int]]:
     return answer, {source: after[source] - before[source] for source in after}
 
 
-@pytest.mark.slow
 def test_device_host_and_disk_give_the_same_answer(
     make_server: ServerFactory, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tiering_benchmarks.models import RECIPE_FILE, make_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
