@@ -26,6 +26,7 @@ class Request:
     num_computed_tokens: int = 0
     status: str = "WAITING"
     is_resumed: bool = False
+    skip_reading_prefix_cache: bool = False
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
 

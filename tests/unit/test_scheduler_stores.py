@@ -208,3 +208,22 @@ def test_an_idle_engine_is_kept_stepping_until_every_chunk_is_given_to_the_tier(
     vllm.portal.finish_all()
     vllm.step()
     assert len(vllm.portal.stored[0]) == 8
+
+
+def test_a_request_that_may_not_read_the_cache_is_stored_all_the_same() -> None:
+    """As one that wants the logprobs of its prompt."""
+    vllm = stored_before(20)
+    vllm.add("again", range(20)).skip_reading_prefix_cache = True
+    vllm.run()
+    assert vllm.loaded_tokens["again"] == 0
+    assert len(vllm.core.index) == 5
+
+
+def test_being_asked_for_nothing_is_no_reason_to_try_a_refused_store_again() -> None:
+    vllm = MiniVllm(slots=8, device_blocks=64, tiers=0)
+    before = vllm.core.changes
+    request = vllm.add("a", range(20))
+    for _ in range(3):
+        assert vllm.half.matched(request, 0) == 0
+    assert vllm.core.changes == before
+    vllm.run()

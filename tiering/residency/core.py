@@ -106,6 +106,7 @@ class Residency:
         self._events: list[Event] = []
         self._ids = 0
         self._writes_moved_at = clock.now()
+        # Grows whenever room may have come: before that, what was refused need not be tried again.
         self.changes = 0
 
     # Requests
@@ -116,8 +117,7 @@ class Residency:
 
     def close(self, owner: str) -> None:
         """End a request: whatever it holds is given back. Unknown owners are ignored."""
-        self._holds.close(owner)
-        self.changes += 1
+        self.changes += self._holds.close(owner)
 
     def used(self, owner: str, keys: Sequence[bytes]) -> None:
         """The request uses this prefix, from wherever: keep it as recent as the request."""
@@ -226,8 +226,7 @@ class Residency:
 
     def release(self, owner: str) -> None:
         """Give the hold back; promotions under way go on, for whoever comes next."""
-        self._holds.release(owner)
-        self.changes += 1
+        self.changes += self._holds.release(owner)
 
     # Stores
 

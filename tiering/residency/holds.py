@@ -62,10 +62,13 @@ class Holds:
             self._accesses += 1
             self._requests[owner] = Request(self._accesses)
 
-    def close(self, owner: str) -> None:
-        if owner in self._requests:
-            self.release(owner)
-            del self._requests[owner]
+    def close(self, owner: str) -> bool:
+        """Whether that gave anything back."""
+        if owner not in self._requests:
+            return False
+        gave = self.release(owner)
+        del self._requests[owner]
+        return gave
 
     def start_clock(self, request: Request) -> None:
         if request.deadline is None:
@@ -96,13 +99,15 @@ class Holds:
         for slot in request.waiting:
             self._waiters.setdefault(slot, []).append(owner)
 
-    def release(self, owner: str) -> None:
-        """Give the hold back, whole, and stop the clock."""
+    def release(self, owner: str) -> bool:
+        """Give the hold back, whole, and stop the clock; whether there was one."""
         request = self._requests[owner]
-        if request.is_holding:
+        held = request.is_holding
+        if held:
             self.cut(owner, 0)
             request.is_holding = request.is_claimed = False
         request.deadline = None
+        return held
 
     def cut(self, owner: str, end: int) -> None:
         """Give back all of the hold from chunk `end` on."""

@@ -161,8 +161,6 @@ class TieredConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if request.skip_reading_prefix_cache:
-            return 0, False
         tokens = self._scheduling().matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 

@@ -75,7 +75,7 @@ class SchedulerHalf:
         tracked.local_tokens = local_tokens
         if tracked.is_loading or tracked.is_finished:
             return None
-        if tracked.has_failed:
+        if tracked.has_failed or request.skip_reading_prefix_cache:
             return 0
         geometry = self._geometry
         # At least one token is always computed: its logits are what the request is for.
