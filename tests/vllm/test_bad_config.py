@@ -68,7 +68,7 @@ def test_the_engine_refuses_it_at_start(
         model=str(tiny_model),
         connector=connector,
         max_model_len=1024,
-        kv_cache_memory_bytes=4 << 20,
+        kv_cache_memory_bytes=8 << 20,
     )
     assert told.startswith("ConfigError: ")
     assert sentence.format(root=root) in told

@@ -61,9 +61,9 @@ def engine(
     with EngineProcess(
         tmp_path_factory.mktemp("engine") / "vllm.log",
         model=str(tiny_model),
-        connector=connector_config(root, 16 << 20),
+        connector=connector_config(root, 32 << 20),
         max_model_len=4096,
-        kv_cache_memory_bytes=16 << 20,
+        kv_cache_memory_bytes=33 << 20,
     ) as running:
         yield running
 

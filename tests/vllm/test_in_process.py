@@ -20,7 +20,7 @@ from prompts import BLOCK, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-ROOMY_BYTES = 64 << 20
+ROOMY_BYTES = 128 << 20
 HEADER_BYTES_MAX = 8192
 PROMPT_BLOCKS = 50
 PROMPT = PROMPT_BLOCKS * BLOCK + 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiering")
 
+VLLM_TESTED = "0.32."
 WORKERS_DEADLINE_SECONDS = 300.0
 DRAIN_SECONDS = 2.0
 
@@ -101,6 +103,12 @@ class TieredConnector(KVConnectorBase_V1):
         )
 
     def _start_scheduler(self) -> None:
+        if not vllm.__version__.startswith(VLLM_TESTED):
+            log.warning(
+                "this version of kv-tiering was tested with vLLM %sx, this is %s",
+                VLLM_TESTED,
+                vllm.__version__,
+            )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made its connector. Its default would end a request
             # for a chunk that can be computed.
