@@ -358,7 +358,7 @@ OFFENCES: list[tuple[Callable[[Source], Problems], str, str, list[str]]] = [
     (
         names_no_machine,
         "tiering/a.py",
-        "a = '/home/bob/models'\nb = 'https://pypi.org/simple'\nc = '/mnt/kv'\n",
+        "a = '/home/bob/models'\nb = 'https://index.example" + "/simple'\nc = '/mnt/kv'\n",
         [
             "tiering/a.py:1: a path of one machine; take it from the settings",
             "tiering/a.py:2: a package index; pip's configuration names it",

@@ -1,0 +1,40 @@
+"""Fixtures that more than one file of unit tests uses."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regions import CAPACITY, PAGE, Child
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    with ExitStack() as stack:
+
+        def start(directory: Path = tmp_path, **changed: Any) -> Child:
+            child = Child(directory, **changed)
+            stack.enter_context(child.process)
+            stack.callback(child.process.kill)
+            return child
+
+        yield start
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs with room for 1.3 regions."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    size = f"size={CAPACITY * 13 // 10 // PAGE * PAGE}"
+    command = ["mount", "-t", "tmpfs", "-o", size, "none", str(directory)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
