@@ -105,14 +105,14 @@ class FsTierConfig(_Settings):
     )
     enable_kv_events: bool = Field(
         default=False,
-        description="Publish an event for each chunk stored here (medium STORAGE). Takes effect "
-        "only where the server publishes KV cache events.",
+        description="Publish an event for each chunk stored here (medium STORAGE). Accepted, and "
+        "without effect: this version publishes no events yet.",
         examples=[True],
     )
     locality: Locality | None = Field(
         default=None,
-        description="Whether the storage is LOCAL to this server or REMOTE, as its events say "
-        "it. Left out, they do not say.",
+        description="Whether the storage is LOCAL to this server or REMOTE, as its events will "
+        "say it; like them, without effect in this version.",
         examples=["LOCAL"],
     )
     n_read_threads: int = Field(
