@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tiering.errors import ClosedError
 from tiering.pipeline.transfers import Transfers
@@ -21,6 +21,8 @@ from tiering.residency.plan import Outcome, Step, failed
 from tiering.tiers.base import Tier
 
 log = logging.getLogger("tiering")
+
+Item = TypeVar("Item")
 
 
 class Portal(Protocol):
@@ -119,12 +121,10 @@ class ThreadPortal:
 
     def drain(self) -> list[Outcome]:
         is_over = self._loop is not None and not self._thread.is_alive()
-        outcomes = []
-        while self._outcomes:
-            outcomes.append(self._outcomes.popleft())
-        while is_over and self._steps:
+        outcomes = _emptied(self._outcomes)
+        if is_over:
             # Handed in while the loop was ending.
-            outcomes.append(failed(self._steps.popleft()))
+            outcomes += map(failed, _emptied(self._steps))
         return outcomes
 
     def close(self, drain_seconds: float) -> bool:
@@ -154,7 +154,6 @@ class ThreadPortal:
             self._loop = asyncio.get_running_loop()
             self._started.set()
             await self._stop.wait()
-            self._take_steps()
             late = await transfers.drain(self._drain_seconds)
             if late:
                 log.warning("%d transfers were cut off at shutdown", late)
@@ -166,8 +165,14 @@ class ThreadPortal:
     def _take_steps(self) -> None:
         # First the flag, then the steps: a step put in after this is woken for again.
         self._is_woken = False
-        steps = []
-        while self._steps:
-            steps.append(self._steps.popleft())
+        steps = _emptied(self._steps)
         if self._transfers is not None:
             self._transfers.start(steps)
+
+
+def _emptied(queue: deque[Item]) -> list[Item]:
+    """All that is in `queue`, taken out one by one: another thread may be adding."""
+    items = []
+    while queue:
+        items.append(queue.popleft())
+    return items

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -132,12 +131,7 @@ class TieredStore:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         """Pass on what is still to be passed on, within 10 seconds; then close the tiers."""
         opened = self._running()
         try:
@@ -351,7 +345,7 @@ def _as_bytes(page: Page, size: int) -> memoryview:
 async def _in_thread(work: Callable[..., None], *args: object) -> None:
     """Run `work` in a thread; if cancelled, come back only when it has ended."""
     loop = asyncio.get_running_loop()
-    running = loop.run_in_executor(None, lambda: work(*args))
+    running = loop.run_in_executor(None, work, *args)
     try:
         await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 
+from tiering.clock import Clock
 from tiering.metrics import Counters
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
@@ -37,12 +38,17 @@ class CascadeBook:
         counters: Counters,
         next_id: Callable[[], int],
         pinned_max: int,
+        clock: Clock,
+        silence_seconds_max: float,
     ) -> None:
         self._index = index
         self._known = known
         self._counters = counters
         self._next_id = next_id
         self._pinned_max = pinned_max
+        self._clock = clock
+        self._silence_seconds_max = silence_seconds_max
+        self._moved_at = clock.now()
         self._waiting: list[dict[bytes, None]] = [{} for _ in known]
         self._out: dict[int, Cascade] = {}
 
@@ -55,12 +61,20 @@ class CascadeBook:
         """Chunks that no step has been made for yet, over all tiers."""
         return sum(map(len, self._waiting))
 
+    @property
+    def needs_turns(self) -> bool:
+        """Whether chunks wait for room, and writes do end: `settle` lets them go. Not for ever:
+        a tier from which nothing is heard for `silence_seconds_max` is not waited for."""
+        silence = self._clock.now() - self._moved_at
+        return bool(self.waiting) and silence < self._silence_seconds_max
+
     def unwritten(self) -> list[bytes]:
         """The keys that a tier is still to be given, once for each tier."""
         return [key for waiting in self._waiting for key in waiting]
 
     def want(self, keys: Sequence[bytes]) -> list[Cascade]:
         """`keys` became readable in the host tier: to every tier not known to hold them."""
+        self._moved_at = self._clock.now()
         for waiting, known in zip(self._waiting, self._known, strict=True):
             waiting.update(dict.fromkeys(known.unknown(keys)))
         return self._issue()
@@ -70,6 +84,7 @@ class CascadeBook:
 
     def settle(self, outcome: Outcome) -> tuple[list[bytes], list[Cascade]]:
         """Keys that a tier took, and the steps for which there is room now."""
+        self._moved_at = self._clock.now()
         step = self._out.pop(outcome.id)
         slots = self._index.slots
         slots.unpin(step.slots, slots.write_pins)

@@ -94,18 +94,21 @@ class Residency:
         self.index = HostIndex(slot_count, policy)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
-        self._clock = clock
-        self._deadline_seconds = load_deadline_seconds
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
         self._known = [KnownKeys() for _ in range(tiers)]
         self._cascades = CascadeBook(
-            self.index, self._known, self.counters, self._step_id, self.budget.limit
+            self.index,
+            self._known,
+            self.counters,
+            self._step_id,
+            self.budget.limit,
+            clock,
+            load_deadline_seconds,
         )
         self._out: dict[int, tuple[Step, str]] = {}
         self._steps: list[Step] = []
         self._events: list[Event] = []
         self._ids = 0
-        self._writes_moved_at = clock.now()
         # Grows whenever room may have come: before that, what was refused need not be tried again.
         self.changes = 0
 
@@ -263,7 +266,6 @@ class Residency:
         keys = self.index.fill(slots)
         self.counters.add("chunks_stored", len(keys))
         self.changes += 1
-        self._writes_moved_at = self._clock.now()
         self._holds.wake(slots)
         self._steps += self._cascades.want(keys)
 
@@ -325,10 +327,8 @@ class Residency:
 
     @property
     def needs_turns(self) -> bool:
-        """Whether chunks wait for room among the writes, and writes do end: `apply` lets them go.
-        Not for ever: a tier from which nothing is heard for a deadline is not waited for."""
-        silence = self._clock.now() - self._writes_moved_at
-        return bool(self._cascades.waiting) and silence < self._deadline_seconds
+        """Whether chunks wait for room among the writes, and `apply` will soon let them go."""
+        return self._cascades.needs_turns
 
     @property
     def may_make_room(self) -> bool:
@@ -350,7 +350,6 @@ class Residency:
         for outcome in outcomes:
             if self._cascades.is_mine(outcome.id):
                 stored, steps = self._cascades.settle(outcome)
-                self._writes_moved_at = self._clock.now()
                 self._steps += steps
                 if stored:
                     self._events.append(ChunksStored(STORAGE_MEDIUM, tuple(stored)))

@@ -49,9 +49,3 @@ class KnownKeys:
         """Those of `keys` that are neither in the set nor in `absent`."""
         known = self._keys
         return [key for key in keys if key not in known and key not in absent]
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
