@@ -1,9 +1,29 @@
-"""For all tests: asserts of the shipped test helpers explain themselves like those of tests."""
+"""For all tests: asserts of the shipped test helpers explain themselves like those of tests, and
+what needs vLLM says so where there is none. It is asked for by its metadata, never imported."""
 
 from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
 pytest.register_assert_rewrite(
     "tiering.testing.contract", "tiering.testing.examples", "tiering.testing.machine"
 )
+
+
+def _vllm_is_installed() -> bool:
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _vllm_is_installed():
+        return
+    skip = pytest.mark.skip(reason="no vLLM in this environment; `make test` sets up one with it")
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(skip)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import pytest
 
@@ -68,17 +68,8 @@ def test_each_thing_is_done_to_as_many_chunks_as_it_says() -> None:
     assert not core.index.slots.load_pins.any()
 
 
-def _vllm_is_installed() -> bool:
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(not _vllm_is_installed(), reason="no vLLM in this environment")
 def test_against_vllm_both_do_the_same_things() -> None:
     """In its own process: vLLM's imports warn, and take long."""
     command = [sys.executable, "-m", "tiering_benchmarks.cli", "scheduler", "--quick", "--json"]

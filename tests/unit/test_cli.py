@@ -17,7 +17,7 @@ import pytest
 
 from tiering.cli import main
 from tiering.keys import chunk_key
-from tiering.namespace import Namespace
+from tiering.testing.examples import example_namespace
 from tiering.tiers.fs import FsTier
 from tiering.wiring import probe_io_path
 
@@ -35,26 +35,7 @@ STORE = {
     "layout": {"layers": 2, "kv_heads": 1, "head_dim": 64, "block_tokens": 16},
 }
 
-NAMESPACE = Namespace(
-    model="acme/tiny",
-    revision="main",
-    kv_dtype="bfloat16",
-    layout="test",
-    backend="cpu",
-    platform="linux",
-    isa="any",
-    engine="test",
-    tokens_per_block=16,
-    blocks_per_chunk=1,
-    groups=("full",),
-    tp_size=2,
-    pp_size=1,
-    pcp_size=1,
-    dcp_size=1,
-    share_bytes=4096,
-    ranks=2,
-    hash_algorithm="sha256",
-)
+NAMESPACE = example_namespace(model="acme/tiny", tp_size=2, share_bytes=4096, ranks=2)
 
 Output = pytest.CaptureFixture[str]
 

@@ -6,7 +6,6 @@ vLLM is never imported here: it is heavy, and its warnings are not ours to mend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,6 @@ from tiering_benchmarks.models import make_model
 from tiering_benchmarks.server import VllmServer
 
 ServerFactory = Callable[..., VllmServer]
-
-
-def _vllm_is_installed() -> bool:
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _vllm_is_installed():
-        return
-    skip = pytest.mark.skip(reason="no vLLM in this environment; `make test` sets up one with it")
-    for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
