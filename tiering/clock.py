@@ -7,15 +7,23 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds. May be called from any thread."""
+    """Seconds. May be called from any thread."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary point, never going back."""
+        """Seconds since a point that the clock says."""
         ...
 
 
 class MonotonicClock:
-    """The machine's monotonic clock."""
+    """The machine's monotonic clock: from an arbitrary point, never going back."""
 
     def now(self) -> float:
         return time.monotonic()
+
+
+class UnixClock:
+    """Seconds since 1970, for what must mean the same to other processes and after a restart.
+    It may go back, so nothing waits by it."""
+
+    def now(self) -> float:
+        return time.time()

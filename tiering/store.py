@@ -42,14 +42,15 @@ Page = Any
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A moment's picture. `counters` only grow; the slots add up to `slots`."""
+    """A moment's picture. `counters` only grow; the slots add up to `slots`; `tiers` has what each
+    tier counts, by its name, where names that begin with `now_` are states."""
 
     slots: int
     slots_free: int
     slots_ready: int
     slots_held: int
     steps_under_way: int
-    tiers: tuple[str, ...]
+    tiers: dict[str, dict[str, int]]
     counters: dict[str, int]
 
 
@@ -212,7 +213,7 @@ class TieredStore:
             slots_ready=census[SlotState.READY],
             slots_held=core.budget.held,
             steps_under_way=core.steps_out,
-            tiers=tuple(tier.name for tier in self._tiers),
+            tiers={tier.name: tier.stats() for tier in self._tiers},
             counters=core.counters.snapshot(),
         )
 
@@ -266,7 +267,7 @@ class TieredStore:
             yield owner, opened
         finally:
             opened.core.close(owner)
-            self._notify()
+            self._pump()
 
     def _running(self) -> _Opened:
         if self._opened is None:
@@ -344,10 +345,13 @@ def _as_bytes(page: Page, size: int) -> memoryview:
 
 async def _in_thread(work: Callable[..., None], *args: object) -> None:
     """Run `work` in a thread; if cancelled, come back only when it has ended."""
-    loop = asyncio.get_running_loop()
-    running = loop.run_in_executor(None, work, *args)
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
+    running = asyncio.get_running_loop().run_in_executor(None, work, *args)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error  # it may come again, and the thread still has the memory
+    if cancelled is not None:
+        raise cancelled
+    running.result()

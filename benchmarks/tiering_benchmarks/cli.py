@@ -14,15 +14,15 @@ from types import FrameType
 from typing import NoReturn
 
 from tiering.errors import TieringError
-from tiering_benchmarks import demo, models, scheduler
+from tiering_benchmarks import demo, index, models, scheduler, tiers
 
-COMMANDS = (demo, models, scheduler)
+COMMANDS = (demo, index, models, scheduler, tiers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code; `argv` is without the program's name."""
     parser = argparse.ArgumentParser(
-        prog="tiering-bench", description="Measure kv-tiering under a real vLLM."
+        prog="tiering-bench", description="Measure kv-tiering, alone and under a real vLLM."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:

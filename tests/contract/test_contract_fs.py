@@ -11,7 +11,8 @@ import xxhash
 from tiering.testing.contract import TierContract
 from tiering.testing.examples import CHUNK_BYTES, example_namespace
 from tiering.tiers.base import Tier
-from tiering.tiers.fs import FsTier
+from tiering.tiers.files.tier import FsTier
+from tiering_kernels.chunkio import Engine, open_engine
 
 NAMESPACE = example_namespace()
 
@@ -20,10 +21,19 @@ def tagged(tag: bytes, value: bytes) -> bytes:
     return struct.pack(">II", len(tag), len(value)) + tag + value
 
 
-class TestFsTier(TierContract):
+class FilesContract(TierContract):
+    engine: Engine
+
     def make_tier(self, where: Path) -> Tier:
         where.mkdir(exist_ok=True)
-        return FsTier(where / "kv", NAMESPACE, CHUNK_BYTES, n_read_threads=3, n_write_threads=3)
+        return FsTier(
+            where / "kv",
+            NAMESPACE,
+            CHUNK_BYTES,
+            n_read_threads=3,
+            n_write_threads=3,
+            io=open_engine(self.engine),
+        )
 
     def file_of(self, where: Path, key: bytes) -> Path:
         digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
@@ -50,3 +60,15 @@ class TestFsTier(TierContract):
         content = bytearray(file.read_bytes())
         content[4096 + 1234] ^= 1
         file.write_bytes(content)
+
+
+class TestUring(FilesContract):
+    engine = "uring"
+
+
+class TestThreads(FilesContract):
+    engine = "threads"
+
+
+class TestPortable(FilesContract):
+    engine = "portable"

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from tiering.testing.examples import CHUNK_BYTES, example_namespace, key_number
-from tiering.tiers.fs import FsTier
+from tiering.tiers.files.tier import FsTier
 
 NAMESPACE = example_namespace()
 KEYS = [key_number(i) for i in range(20)]
 
 
 def make_tier(root: Path, chunk_bytes: int = CHUNK_BYTES, **changes: Any) -> FsTier:
-    rank = changes.pop("rank", 0)
+    own = {name: changes.pop(name) for name in ("rank", "io", "limits") if name in changes}
     return FsTier(
         root,
         example_namespace(**changes),
         chunk_bytes,
         n_read_threads=2,
         n_write_threads=2,
-        rank=rank,
+        **own,
     )
 
 
@@ -47,7 +47,7 @@ def files(root: Path, pattern: str) -> list[Path]:
 
 
 def quarantined(root: Path) -> list[Path]:
-    return files(root, "quarantine/*")
+    return files(root, "quarantine_r*/*")
 
 
 def children(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tiering.device.base import BlockMap, DeviceCopier
 from tiering.errors import CopyError
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 
 GARBAGE = 0xDD
 GATHER, SCATTER = "gather", "scatter"
@@ -41,8 +41,11 @@ class GatedPortal:
                 self.rows[list(step.slots)] = GARBAGE
             elif isinstance(step, Cascade):
                 self._sources[step.id] = self.rows[list(step.slots)].tobytes()
-        self.steps += steps
         self.submitted += steps
+        self.steps += [step for step in steps if not isinstance(step, Touch)]
+        # Nothing comes of a touch, and nobody waits for it.
+        touches = [step for step in steps if isinstance(step, Touch)]
+        self._outcomes += [Outcome(step.id, ()) for step in touches]
 
     def drain(self) -> list[Outcome]:
         outcomes, self._outcomes = self._outcomes, []

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import segment_places
 from tiering.cli import main
 from tiering.keys import chunk_key
-from tiering.testing.examples import example_namespace
-from tiering.tiers.fs import FsTier
-from tiering.wiring import probe_io_path
+from tiering.testing.examples import example_namespace, stored
+from tiering.tiers.disk import mounts
+from tiering.tiers.disk.diskio import Direct
+from tiering.tiers.files.tier import FsTier
+from tiering_kernels.chunkio import ChunkIo, EngineUnavailable, open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +187,21 @@ def test_what_cannot_be_read_is_exit_code_1(tmp_path: Path, capsys: Output) -> N
         assert why in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["config"], ["nothing"], ["stat"], ["config", "--x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["config"],
+        ["nothing"],
+        ["stat"],
+        ["config", "--x"],
+        ["verify"],
+        ["gc"],
+        ["verify", "--max-mb-per-second", "-1", "/"],
+        ["verify", "--quarantine", "--report-only", "/"],
+        ["gc", "--orphaned-days", "nan", "/"],
+    ],
+)
 def test_misuse_is_exit_code_2(arguments: list[str], capsys: Output) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
@@ -193,7 +210,13 @@ def test_misuse_is_exit_code_2(arguments: list[str], capsys: Output) -> None:
 
 
 def test_help_has_the_exit_codes(capsys: Output) -> None:
-    for arguments in (["--help"], ["config", "--help"], ["stat", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["config", "--help"],
+        ["stat", "--help"],
+        ["verify", "--help"],
+        ["gc", "--help"],
+    ):
         with pytest.raises(SystemExit) as left:
             main(arguments)
         assert left.value.code == 0
@@ -219,6 +242,14 @@ async def store_and_damage(root: Path) -> None:
         await tier.close()
 
 
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a probe finds depends on what else the disk does."""
+    found = Direct(reads=True, writes=False)
+    monkeypatch.setattr("tiering.maintenance.probe_io_path", lambda root: found)
+
+
+@pytest.mark.usefixtures("probed")
 def test_stat_shows_what_a_root_holds(tmp_path: Path, capsys: Output) -> None:
     asyncio.run(store_and_damage(tmp_path))
     first, second = chunk_files(tmp_path)
@@ -227,21 +258,24 @@ def test_stat_shows_what_a_root_holds(tmp_path: Path, capsys: Output) -> None:
     assert main(["stat", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     size = f"{(first.stat().st_size + second.stat().st_size) / 1024:.4g} KiB"
-    how = probe_io_path(tmp_path)
-    assert out.startswith(f"{tmp_path}: 1 namespace, 2 chunks, {size}; {how} I/O\n")
-    titles = ["digest", "ranks", "chunks", "size", "oldest", "newest", "temporary", "quarantined"]
-    assert columns(out)["model"] == titles
+    how = "direct reads, buffered writes I/O"
+    assert out.startswith(f"{tmp_path}: 1 namespace, 2 chunks, {size}; {how}\n")
+    titles = ["digest", "layout", "ranks", "chunks", "size", "oldest", "newest", "temporary"]
+    assert columns(out)["model"] == [*titles, "quarantined"]
     digest = NAMESPACE.digest.hex()[:12]
-    assert columns(out)["acme/tiny"] == [digest, "2", "2", size, "2.0 h", "1.5 min", "0", "1"]
+    row = ["2", "2", size, "2.0 h", "1.5 min", "0", "1"]
+    assert columns(out)["acme/tiny"] == [digest, "files", *row]
 
 
+@pytest.mark.usefixtures("probed")
 def test_stat_as_json(tmp_path: Path, capsys: Output) -> None:
     asyncio.run(store_and_damage(tmp_path))
     assert main(["stat", "--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
     size = sum(path.stat().st_size for path in chunk_files(tmp_path))
     assert told["root"] == str(tmp_path)
-    assert told["io_path"] == probe_io_path(tmp_path)
+    assert told["io_path"] == "direct reads, buffered writes"
+    assert told["direct"] == {"reads": True, "writes": False}
     assert (told["chunks"], told["bytes"]) == (2, size)
     (found,) = told["namespaces"]
     assert found["directory"] == NAMESPACE.directory
@@ -250,7 +284,78 @@ def test_stat_as_json(tmp_path: Path, capsys: Output) -> None:
     assert found["config"]["tokens_per_block"] == 16
     assert (found["chunks"], found["bytes"]) == (2, size)
     assert (found["temp_files"], found["quarantined"]) == (0, 1)
+    assert found["layouts"] == ["files"]
+    assert size <= told["disk_bytes"] == found["disk_bytes"]
+    assert 0 < told["free_bytes"] < told["total_bytes"]
     assert 0 < found["oldest_mtime_seconds"] <= found["newest_mtime_seconds"] <= time.time()
+
+
+def test_stat_says_what_moves_bytes_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
+) -> None:
+    def without_uring(engine: str) -> ChunkIo:
+        if engine == "uring":
+            raise EngineUnavailable("uring: no io_uring here: Operation not permitted")
+        return open_engine("portable")
+
+    monkeypatch.setattr("tiering.maintenance.open_engine", without_uring)
+    assert main(["stat", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "I/O engines: threads, portable; auto takes threads\n" in out
+    assert "  not uring: uring: no io_uring here: Operation not permitted\n" in out
+    assert main(["stat", "--json", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["io_engine"] == "threads"
+    assert told["io_engines"]["uring"]["works"] is False
+    assert told["io_engines"]["portable"] == {"works": True, "reason": ""}
+
+
+def test_stat_says_who_keeps_the_manifest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
+) -> None:
+    assert main(["stat", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"file system {mounts.kind_of(tmp_path)}: " in out
+    assert "; one manifest for all engines\n" in out
+    monkeypatch.setattr("tiering.tiers.disk.mounts.kind_of", lambda directory: "nfs4")
+    assert main(["stat", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "file system nfs4: " in out
+    assert "; each engine keeps its own\n" in out
+    assert main(["stat", "--json", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file_system"], told["manifest"]) == ("nfs4", "in memory")
+
+
+async def store_in_segments(root: Path) -> None:
+    async with segment_places.opened(root, slots=4) as tier:
+        await stored(tier, segment_places.KEYS[:3])
+
+
+def test_stat_shows_segments(tmp_path: Path, capsys: Output) -> None:
+    asyncio.run(store_in_segments(tmp_path))
+    assert main(["stat", "--json", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (found,) = told["namespaces"]
+    assert found["layouts"] == ["segments"]
+    assert (found["ranks"], found["chunks"]) == ([0], 3)
+    assert found["bytes"] == 3 * segment_places.SLOT_BYTES
+    assert found["disk_bytes"] >= 4 * segment_places.SLOT_BYTES
+    assert found["oldest_mtime_seconds"] == pytest.approx(1_700_000_000, abs=1)
+    assert columns_of_stat(tmp_path, capsys)[1] == "segments"
+
+
+def columns_of_stat(root: Path, capsys: Output) -> list[str]:
+    assert main(["stat", str(root)]) == 0
+    return columns(capsys.readouterr().out)["org/model"]
+
+
+def test_stat_says_what_it_cannot_look_into(tmp_path: Path, capsys: Output) -> None:
+    asyncio.run(store_in_segments(tmp_path))
+    directory = segment_places.segments_of(tmp_path)
+    (directory / "table").unlink()
+    assert main(["stat", str(tmp_path)]) == 0
+    assert f"not looked into: {directory}: No such file" in capsys.readouterr().out
 
 
 def test_stat_of_an_empty_root_leaves_it_empty(tmp_path: Path, capsys: Output) -> None:
@@ -265,7 +370,7 @@ def test_stat_of_a_root_that_cannot_be_written_to(
     def refuse(root: Path) -> str:
         raise OSError(errno.EROFS, "Read-only file system", str(root))
 
-    monkeypatch.setattr("tiering.wiring.probe_io_path", refuse)
+    monkeypatch.setattr("tiering.maintenance.probe_io_path", refuse)
     assert main(["stat", str(tmp_path)]) == 0
     assert "; cannot be written to (Read-only file system)\n" in capsys.readouterr().out
     assert main(["stat", "--json", str(tmp_path)]) == 0
@@ -282,11 +387,12 @@ def test_stat_survives_any_name(tmp_path: Path, capsys: Output) -> None:
         assert "0123456789ab" in out
 
 
-def test_stat_of_no_root_is_one_sentence_and_exit_code_1(tmp_path: Path, capsys: Output) -> None:
+@pytest.mark.parametrize("name", ["stat", "verify", "gc"])
+def test_no_root_is_one_sentence_and_exit_code_1(name: str, tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "file"
     file.touch()
     for path, why in ((tmp_path / "missing", "does not exist"), (file, "is not a directory")):
-        assert main(["stat", str(path)]) == 1
+        assert main([name, str(path)]) == 1
         out, err = capsys.readouterr()
         assert out == ""
         assert err == f"tiering: {path} {why}; give the root_dir of an fs tier\n"
@@ -300,6 +406,8 @@ def test_a_real_process_says_no_traceback(tmp_path: Path) -> None:
         (("config", str(garbage)), 2),
         (("config", '{"cpu_bytes_to_use": "1"}'), 2),
         (("stat", "/nothing"), 1),
+        (("verify", "/nothing"), 1),
+        (("gc", str(tmp_path)), 1),
         (("stat", str(garbage)), 1),
         (("config", os.fsdecode(b"/nothing/\xff")), 1),
         (("--version",), 0),

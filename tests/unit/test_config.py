@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Annotated, Any, Literal
+import os
+from typing import Annotated, Any, Literal, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from tiering.config import (
     ConnectorConfig,
@@ -17,8 +18,10 @@ from tiering.config import (
     FsTierConfig,
     StoreConfig,
     effective,
+    fields,
     parse,
     settings,
+    tiers,
 )
 from tiering.errors import ConfigError
 from tiering.layout import KVLayout
@@ -160,6 +163,28 @@ BAD_CONNECTOR = {
     "one directory twice": (
         connector(secondary_tiers=[FS, {"type": "fs", "root_dir": "//mnt/x/..//kv/"}]),
         "secondary_tiers[1].root_dir", "'//mnt/x/..//kv/'", "secondary_tiers[0]", "of its own",
+    ),
+    "one directory twice in one tier": (
+        tier(root_dir=["/mnt/a", "/mnt/a/"]),
+        "secondary_tiers[0].root_dir", "'/mnt/a/'", "named twice", "of its own",
+    ),
+    "one of several directories": (
+        tier(root_dir=["/mnt/a", "b"]),
+        "secondary_tiers[0].root_dir[1]", "'b'", "not an absolute", "/mnt/kv",
+    ),
+    "no directory of several": (
+        tier(root_dir=[]), "secondary_tiers[0].root_dir", "(a list)", "empty", "name a directory",
+    ),
+    "segments without a size": (
+        tier(layout="segments"),
+        "secondary_tiers[0].max_bytes", "(absent)", "needed for layout segments", "how many bytes",
+    ),
+    "watermarks the wrong way round": (
+        tier(high_watermark=0.5, low_watermark=0.6),
+        "secondary_tiers[0].low_watermark", "0.6", "above high_watermark = 0.5", "at most that",
+    ),
+    "a share over one": (
+        tier(high_watermark=1.5), "secondary_tiers[0].high_watermark", "1.5", "equal to 1", "0.95",
     ),
 }  # fmt: skip
 
@@ -321,20 +346,32 @@ def test_settings_do_not_change() -> None:
 
 
 def test_another_kind_of_tier_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ObjTierConfig(settings._Settings):
+    class ObjTierConfig(fields.Settings):
         type: Literal["obj"] = "obj"
         bucket: str
 
-    AnyTier = Annotated[FsTierConfig | ObjTierConfig, BeforeValidator(settings._tier)]
+    AnyTier = Annotated[FsTierConfig | ObjTierConfig, BeforeValidator(tiers._tier)]
 
-    class Engine(settings._Settings):
-        secondary_tiers: Annotated[tuple[AnyTier, ...], BeforeValidator(settings._listed)]
+    class Engine(EngineConfig):
+        secondary_tiers: Annotated[tuple[AnyTier, ...], BeforeValidator(fields.listed)]
 
-    monkeypatch.setattr(settings, "TIER_TYPES", {"fs": FsTierConfig, "obj": ObjTierConfig})
-    engine = parse(Engine, {"secondary_tiers": [FS, {"type": "obj", "bucket": "kv"}]})
+        @model_validator(mode="after")
+        def _roots_differ(self) -> Self:
+            return self
+
+    monkeypatch.setitem(tiers.TIER_TYPES, "obj", ObjTierConfig)  # type: ignore[arg-type]
+    engine = parse(
+        Engine, {"cpu_bytes_to_use": 1, "secondary_tiers": [FS, {"type": "obj", "bucket": "kv"}]}
+    )
     assert engine.secondary_tiers == (FsTierConfig(root_dir="/mnt/kv"), ObjTierConfig(bucket="kv"))
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.buckt = .* write bucket if"):
-        parse(Engine, {"secondary_tiers": [FS, {"type": "obj", "bucket": "kv", "buckt": 1}]})
+        parse(
+            Engine,
+            {
+                "cpu_bytes_to_use": 1,
+                "secondary_tiers": [FS, {"type": "obj", "bucket": "kv", "buckt": 1}],
+            },
+        )
 
 
 @pytest.mark.parametrize(
@@ -391,7 +428,7 @@ def test_every_key_is_described_with_an_example_that_is_valid() -> None:
     for model_class, needed in (
         (ConnectorConfig, connector()),
         (StoreConfig, {"cpu_bytes_to_use": GIB, "layout": LAYOUT}),
-        (FsTierConfig, FS),
+        (FsTierConfig, {**FS, "max_bytes": GIB}),
         (settings.LayoutKeys, LAYOUT),
     ):
         for name, field in model_class.model_fields.items():
@@ -403,13 +440,21 @@ def test_every_key_is_described_with_an_example_that_is_valid() -> None:
 directories = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(
     lambda text: "/" + text
 )
+several = st.lists(
+    directories, min_size=1, max_size=3, unique_by=lambda path: os.path.normpath(path).lstrip("/")
+)
 fs_tiers = st.fixed_dictionaries(
-    {"type": st.just("fs"), "root_dir": directories},
+    {"type": st.just("fs"), "root_dir": directories | several},
     optional={
         "n_read_threads": st.integers(1, 1024),
         "n_write_threads": st.integers(1, 1024),
         "enable_kv_events": st.booleans(),
         "locality": st.sampled_from(["LOCAL", "REMOTE", None]),
+        "max_bytes": st.integers(1, 1 << 62) | st.none(),
+        "min_free_bytes": st.integers(0, 1 << 62) | st.none(),
+        "durability": st.sampled_from(["none", "close", "batch"]),
+        "read_path": st.sampled_from(["auto", "direct", "buffered"]),
+        "io_engine": st.sampled_from(["auto", "uring", "threads", "portable"]),
     },
 )
 connector_configs = st.fixed_dictionaries(

@@ -54,7 +54,14 @@ def test_every_key_has_an_example() -> None:
 @pytest.mark.parametrize("model_class", [ConnectorConfig, FsTierConfig, StoreConfig])
 def test_every_key_is_in_a_table_with_its_default(model_class: type[BaseModel]) -> None:
     # In words, because what the default stands for says more than null does.
-    in_words = {"block_size": "one block", "locality": "unspecified", "blocks_per_chunk": "`1`"}
+    in_words = {
+        "block_size": "one block",
+        "locality": "unspecified",
+        "blocks_per_chunk": "`1`",
+        "max_bytes": "no bound",
+        "min_free_bytes": "5 %, at most 20 GiB",
+        "low_watermark": "`high_watermark`",
+    }
     for name, field in model_class.model_fields.items():
         default = "required" if field.is_required() or name == "type" else written(field.default)
         assert (name, in_words.get(name, default)) in ROWS

@@ -18,7 +18,7 @@ from tiering.errors import DamagedChunk
 from tiering.keys import chunk_key
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of, stored, views
 from tiering.tiers.base import Delete, Failed, Read, Write
-from tiering.tiers.fs_chunks import QUARANTINED_FILES_MAX
+from tiering.tiers.files.chunks import QUARANTINED_FILES_MAX
 
 
 @contextmanager
@@ -54,7 +54,8 @@ async def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
     async with opened(root) as tier:
         await stored(tier, [key])
     short = NAMESPACE.digest.hex()[:12]
-    assert [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()] == [
+    assert [str(path.relative_to(root)) for path in files(root, "*") if path.is_file()] == [
+        ".manifest/manifest.sqlite3",
         f"org_model_{short}/config.json",
         f"org_model_{short}_r0/abc/de_g7/abcdef0123.bin",
     ]
@@ -82,7 +83,7 @@ async def test_nothing_given_from_outside_leaves_the_root(
         assert isinstance(outcome, Failed)
         assert isinstance(outcome.error, DamagedChunk)
     assert children(tmp_path) == [root]
-    assert len(children(root)) == 2
+    assert len(children(root)) == 3
 
 
 @pytest.mark.parametrize("key", [b"", b"\0\0\0\1", b"x" * 129])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.keys import chunk_key
-from tiering.tiers.fs_paths import FsPaths, is_shard, key_of, parse_directory
+from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, parse_directory
 
 PATHS = FsPaths(Path("/root"), "org_model_0123456789ab", 2)
 

@@ -13,7 +13,7 @@ import pytest
 from fs_places import KEYS, NAMESPACE, children, file_of, make_tier, opened
 from tiering.testing.examples import CHUNK_BYTES, blank, stored, views
 from tiering.tiers.base import Failed, Read, Write
-from tiering.tiers.fs_survey import survey
+from tiering.tiers.upkeep.survey import survey
 
 
 async def test_ranks_that_share_a_root_each_read_their_own(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_the_survey_tells_what_lies_there(tmp_path: Path) -> None:
         await tier.read(KEYS[:1], blank(1))
     async with opened(tmp_path, model="another/one") as another:
         pass
-    (tmp_path / f"{NAMESPACE.directory}_r0" / "tmp" / "left.tmp").touch()
+    (tmp_path / NAMESPACE.directory / "tmp_r0" / "left.tmp").touch()
     (tmp_path / "unrelated").mkdir()
     os.utime(file_of(tmp_path, KEYS[1]), (1000, 1000))
     os.utime(file_of(tmp_path, KEYS[2]), (2_000_000_000, 2_000_000_000))

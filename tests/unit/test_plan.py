@@ -8,7 +8,7 @@ import typing
 import msgspec
 import pytest
 
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 
 KEYS = (b"\x00" * 36, b"\xff" * 36)
 STEPS: list[Step] = [
@@ -16,6 +16,7 @@ STEPS: list[Step] = [
     Promote(2, 1, KEYS, (3, 4), 0.5),
     Cascade(3, 0, KEYS, (5, 6)),
     Drop(4, 1, KEYS),
+    Touch(5, 0, KEYS),
 ]
 OUTCOMES = [
     Outcome(1, tuple(Verdict)),

@@ -6,8 +6,9 @@ import pytest
 
 from tiering.events import ChunksRemoved, ChunksStored
 from tiering.policy.lru import LruPolicy
-from tiering.residency.core import Match, Residency
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.answers import Match
+from tiering.residency.core import Residency
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 from tiering.residency.state import SlotState
 from tiering.testing.clocks import ManualClock
 
@@ -22,7 +23,11 @@ class Rig:
         self.core = Residency(slots, tiers, LruPolicy(), self.clock, DEADLINE)
 
     def steps(self, kind: type[Step]) -> list[Step]:
-        steps = self.core.take_steps()
+        steps = [
+            step
+            for step in self.core.take_steps()
+            if kind is Touch or not isinstance(step, Touch)  # which nobody waits for
+        ]
         assert all(isinstance(step, kind) for step in steps), steps
         return steps
 
@@ -360,7 +365,8 @@ def test_writes_that_fail_are_counted_and_what_is_being_filled_is_not_ready() ->
     rig.core.filled(rig.core.reserve("r", keys, 0).slots)
     rig.answer(rig.steps(Cascade), Verdict.STORED, Verdict.FAILED, Verdict.REFUSED)
     told = rig.core.counters.snapshot()
-    assert (told["cascades_stored"], told["cascades_failed"]) == (1, 2)
+    stored, failed, refused = (told[f"cascades_{what}"] for what in ("stored", "failed", "refused"))
+    assert (stored, failed, refused) == (1, 1, 1)
     rig.core.reserve("r", chain("b", 1), 0)
     assert rig.core.index.ready([*keys, *chain("b", 1)]).keys() == set(keys)
 
@@ -377,3 +383,56 @@ def test_turns_are_needed_while_writes_wait_and_move_but_not_for_a_hung_tier() -
     rig.answer([first], Verdict.STORED)
     assert not rig.core.needs_turns
     assert [step.keys for step in rig.steps(Cascade)] == [(keys[7],)]
+
+
+# What tiers are told of use
+
+
+def touched(rig: Rig) -> list[tuple[int, tuple[bytes, ...]]]:
+    return [(s.tier, s.keys) for s in rig.core.take_steps() if isinstance(s, Touch)]
+
+
+def test_a_prefix_that_is_always_in_the_host_tier_is_used_in_the_other_tiers_too() -> None:
+    rig, keys = Rig(slots=8), chain("a", 4)
+    rig.store("writer", keys)
+    rig.core.close("writer")
+    assert touched(rig) == [(0, tuple(keys))]
+    rig.core.open("reader")
+    assert rig.core.hold("reader", keys[:3])
+    rig.core.claim("reader")
+    assert touched(rig) == []
+    rig.core.close("reader")
+    assert touched(rig) == [(0, tuple(keys[:3]))]
+
+
+def test_a_prefix_is_told_of_once_its_last_chunk_is_written() -> None:
+    rig, keys = Rig(slots=16, tiers=2), chain("a", 4)
+    rig.core.open("writer")
+    rig.core.filled(rig.core.reserve("writer", keys, 0).slots)
+    fast, slow = rig.steps(Cascade)
+    rig.core.close("writer")
+    rig.answer([fast], Verdict.STORED)
+    assert touched(rig) == [], "its tail would become more recent than its head"
+    rig.answer([slow], Verdict.STORED, Verdict.FAILED, Verdict.STORED, Verdict.STORED)
+    assert touched(rig) == [(0, tuple(keys)), (1, (keys[0], keys[2], keys[3]))]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.REFUSED, Verdict.FULL, Verdict.FAILED])
+def test_what_a_tier_did_not_take_is_offered_again_when_it_was_used(verdict: Verdict) -> None:
+    rig, keys = Rig(slots=8), chain("a", 4)
+    rig.core.open("writer")
+    rig.core.filled(rig.core.reserve("writer", keys, 0).slots)
+    rig.answer(rig.steps(Cascade), Verdict.STORED, verdict, Verdict.STORED, verdict)
+    assert rig.steps(Cascade) == [], "not by itself: the tier may be full for long"
+    rig.core.close("writer")
+    (again,) = rig.steps(Cascade)
+    assert again.keys == (keys[1], keys[3])
+    rig.core.open("reader")
+    rig.core.used("reader", keys)
+    rig.core.close("reader")
+    assert rig.steps(Cascade) == [], "it is on its way"
+    rig.answer([again], Verdict.STORED)
+    rig.core.open("reader")
+    rig.core.used("reader", keys)
+    rig.core.close("reader")
+    assert rig.steps(Cascade) == []

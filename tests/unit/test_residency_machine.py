@@ -6,6 +6,8 @@ At the end everything is answered and closed, and nothing is left pinned or fill
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
@@ -13,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 from tiering.residency.state import SlotState
 from tiering.testing.clocks import ManualClock
 
@@ -32,6 +34,11 @@ VERDICTS: dict[type[Step], list[Verdict]] = {
 }
 
 
+def is_part_in_order(keys: Sequence[bytes], chain: Sequence[bytes]) -> bool:
+    rest = iter(chain)
+    return all(key in rest for key in keys)
+
+
 class Core(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +52,14 @@ class Core(RuleBasedStateMachine):
         self.beyond_budget: set[str] = set()
 
     def collect(self) -> None:
-        self.steps += self.core.take_steps()
+        for step in self.core.take_steps():
+            if isinstance(step, Touch):
+                # A prefix as some request used it, in its order, and nothing of it on its way.
+                assert any(is_part_in_order(step.keys, chain) for chain in CHAINS)
+                writing = {key for s in self.steps if isinstance(s, Cascade) for key in s.keys}
+                assert not writing.intersection(step.keys)
+            else:
+                self.steps.append(step)
 
     def begin(self, owner: str) -> None:
         self.core.open(owner)
@@ -106,6 +120,7 @@ class Core(RuleBasedStateMachine):
         self.open.discard(owner)
         self.claims.pop(owner, None)
         self.beyond_budget.discard(owner)
+        self.collect()
 
     @rule(keys=chains, count=st.integers(1, 3))
     def drop(self, keys: list[bytes], count: int) -> None:
@@ -191,13 +206,13 @@ class Core(RuleBasedStateMachine):
     def teardown(self) -> None:
         for slots in self.stores:
             self.core.filled(slots)
+        for owner in list(self.open):
+            self.core.close(owner)
         self.collect()
         while self.steps:
             step = self.steps.pop()
             self.core.apply([Outcome(step.id, (VERDICTS[type(step)][0],) * len(step.keys))])
             self.collect()
-        for owner in list(self.open):
-            self.core.close(owner)
         slots = self.core.index.slots
         assert not slots.load_pins.any()
         assert not slots.write_pins.any()

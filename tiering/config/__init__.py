@@ -1,21 +1,21 @@
 """Settings as plain data: what each key means, and what is refused before anything starts.
 
-`settings` has the models and their rules, `problems` turns whatever is wrong into one ConfigError
-that a user can act on. Reads no file, no clock and no environment.
+`settings` has the models of an engine, `tiers` those of its tiers, `fields` what they share;
+`problems` turns whatever is wrong into one ConfigError that a user can act on. Reads no file, no
+clock and no environment.
 """
 
+from tiering.config.fields import EXTRA_CONFIG
 from tiering.config.problems import load_json
 from tiering.config.settings import (
-    EXTRA_CONFIG,
     ConnectorConfig,
     EngineConfig,
-    FsTierConfig,
     Setting,
     StoreConfig,
-    TierConfig,
     effective,
     parse,
 )
+from tiering.config.tiers import FsTierConfig, TierConfig
 
 __all__ = [
     "EXTRA_CONFIG",

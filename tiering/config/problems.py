@@ -134,7 +134,9 @@ def config_error(error: ValidationError, owner_of: OwnerOf, where: str) -> Confi
 
 
 def _explained(problem: ErrorDetails, owner_of: OwnerOf, where: str) -> ConfigError:
-    path, value = problem["loc"], problem["input"]
+    # A tag in angle brackets says which form of a value was meant; no user wrote it.
+    path = tuple(part for part in problem["loc"] if not str(part).startswith("<"))
+    value = problem["input"]
     key = next((part for part in reversed(path) if isinstance(part, str)), "")
     dotted = _dotted(path, where)
     if problem["type"] == "refused":

@@ -18,60 +18,19 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
 )
 
-from tiering.config.problems import ABSENT, as_object, config_error, load_json, refused
+from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
+from tiering.config.problems import as_object, config_error, load_json, refused
+from tiering.config.tiers import TIER_TYPES, TierConfig
 from tiering.errors import ConfigError
 from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
 
-EXTRA_CONFIG = "kv_connector_extra_config"
-_BYTES_MAX = (1 << 63) - 1
 _TOKENS_MAX = 1 << 24
 _LAYERS_MAX = 1 << 16
-_DAY_SECONDS = 86400.0
-
-
-class _Settings(BaseModel):
-    """Base of all settings: frozen, strict, and with ConfigError as the one thing raised."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    def __init__(self, /, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise config_error(error, partial(_owner_of, type(self), data), where="") from None
-
-    # Marks the constructor as pydantic's own, so that a model nested in another is validated
-    # in place and its problems keep their path, instead of going through the line above.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise refused("holds characters that are no text", "write plain Unicode text") from None
-    return text
-
-
-def _absolute(path: str) -> str:
-    if path.startswith("~"):
-        raise refused(
-            "'~' is not expanded", "write the directory from the root, such as /home/me/kv_cache"
-        )
-    if not path.startswith("/"):
-        raise refused(
-            "is not an absolute path, so it would depend on where the server is started",
-            "write the directory from the root, such as /mnt/kv_cache",
-        )
-    if "\0" in path:
-        raise refused("holds a zero byte", "write a plain path, such as /mnt/kv_cache")
-    return path
 
 
 def _known_dtype(dtype: str) -> str:
@@ -80,90 +39,17 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
-def _listed(value: object) -> object:
-    """JSON has lists, a frozen model has tuples: the one conversion there is."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Directory = Annotated[Text, AfterValidator(_absolute)]
-Locality = Literal["LOCAL", "REMOTE"]
-
-
-class FsTierConfig(_Settings):
-    """A directory of a file system as a secondary tier."""
-
-    # Written out in JSON, where it says which tier is meant; the class says it in Python.
-    model_config = ConfigDict(json_schema_extra={"required": ["type", "root_dir"]})
-
-    type: Literal["fs"] = Field(default="fs", description="Kind of tier.", examples=["fs"])
-    root_dir: Directory = Field(
-        description="Directory that chunks are kept under, as an absolute path. It is made if "
-        "missing, in a directory that exists; engines with the same model and layout share what "
-        "is in it.",
-        examples=["/mnt/kv_cache"],
-    )
-    enable_kv_events: bool = Field(
-        default=False,
-        description="Publish an event for each chunk stored here (medium STORAGE). Accepted, and "
-        "without effect: this version publishes no events yet.",
-        examples=[True],
-    )
-    locality: Locality | None = Field(
-        default=None,
-        description="Whether the storage is LOCAL to this server or REMOTE, as its events will "
-        "say it; like them, without effect in this version.",
-        examples=["LOCAL"],
-    )
-    n_read_threads: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Threads that read first. With nothing to read they write.",
-        examples=[32],
-    )
-    n_write_threads: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Threads that write first. With nothing to write they read.",
-        examples=[16],
-    )
-
-
-# The kinds of secondary tier, by `type`. A new kind is a line here and a name in the union below.
-TIER_TYPES: Mapping[str, type[_Settings]] = {"fs": FsTierConfig}
-
-
-def _tier(entry: object) -> object:
-    """An object as the kind of tier that its `type` names, before any other key is looked at."""
-    if not isinstance(entry, Mapping):
-        return entry
-    known = ", ".join(map(repr, TIER_TYPES))
-    kind = entry.get("type", ABSENT)
-    if kind is ABSENT:
-        raise refused(
-            "is required: it says which kind of tier this is", f"add one of {known}", "type", kind
-        )
-    if not isinstance(kind, str) or kind not in TIER_TYPES:
-        raise refused("is not a kind of tier", f"write one of {known}", "type", kind)
-    return TIER_TYPES[kind].model_validate(dict(entry))
-
-
-TierConfig = Annotated[FsTierConfig, BeforeValidator(_tier)]
-
-
-class EngineConfig(_Settings):
+class EngineConfig(Settings):
     """What every engine needs to know, under vLLM or in a program of its own."""
 
     cpu_bytes_to_use: int = Field(
         gt=0,
-        le=_BYTES_MAX,
+        le=BYTES_MAX,
         description="Bytes of host memory for the host tier, in total over all workers. The "
         "engine never takes more.",
         examples=[10737418240],
     )
-    secondary_tiers: Annotated[tuple[TierConfig, ...], BeforeValidator(_listed)] = Field(
+    secondary_tiers: Annotated[tuple[TierConfig, ...], BeforeValidator(listed)] = Field(
         default=(),
         description="Tiers below the host tier, asked in this order.",
         examples=[[{"type": "fs", "root_dir": "/mnt/kv_cache"}]],
@@ -176,25 +62,36 @@ class EngineConfig(_Settings):
     load_deadline_seconds: float = Field(
         default=30.0,
         gt=0,
-        le=_DAY_SECONDS,
+        le=DAY_SECONDS,
         allow_inf_nan=False,
         description="Seconds that a load from a secondary tier may take. After that it is a "
         "miss, and the tokens are computed.",
         examples=[5.0],
     )
 
+    @classmethod
+    def owner_of(cls, data: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
+        match path:
+            case ("secondary_tiers", int(at), _, *_):
+                return TIER_TYPES[data["secondary_tiers"][at]["type"]]
+            case _:
+                return cls
+
     @model_validator(mode="after")
     def _roots_differ(self) -> Self:
         seen: dict[str, int] = {}
         for at, tier in enumerate(self.secondary_tiers):
-            first = seen.setdefault("/" + os.path.normpath(tier.root_dir).lstrip("/"), at)
-            if first != at:
-                raise refused(
-                    f"is the directory of secondary_tiers[{first}] as well",
-                    "give each tier a directory of its own, or leave one of the two out",
-                    f"secondary_tiers[{at}].root_dir",
-                    tier.root_dir,
-                )
+            for root in tier.roots:
+                place = "/" + os.path.normpath(root).lstrip("/")
+                if place in seen:
+                    where = f"secondary_tiers[{seen[place]}] as well"
+                    raise refused(
+                        "is named twice" if seen[place] == at else f"is the directory of {where}",
+                        "give each tier a directory of its own, or leave one of the two out",
+                        f"secondary_tiers[{at}].root_dir",
+                        root,
+                    )
+                seen[place] = at
         return self
 
 
@@ -254,7 +151,7 @@ class ConnectorConfig(EngineConfig):
         return blocks
 
 
-class LayoutKeys(_Settings):
+class LayoutKeys(Settings):
     """The keys of a KVLayout where it is written as an object."""
 
     layers: int = Field(
@@ -308,6 +205,14 @@ class StoreConfig(EngineConfig):
         examples=["sha256:9f86d081"],
     )
 
+    @classmethod
+    def owner_of(cls, data: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
+        match path:
+            case ("layout", _):
+                return LayoutKeys
+            case _:
+                return super().owner_of(data, path)
+
     @model_validator(mode="after")
     def _holds_a_chunk(self) -> Self:
         need = RowLayout(self.layout.chunk_bytes).row_bytes
@@ -321,23 +226,10 @@ class StoreConfig(EngineConfig):
         return self
 
 
-def _owner_of(
-    model_class: type[_Settings], data: Mapping[str, Any], path: Sequence[int | str]
-) -> type[_Settings]:
-    """The model that has, or lacks, the key at the end of `path` in `data`."""
-    match path:
-        case ("secondary_tiers", int(at), _):
-            return TIER_TYPES[data["secondary_tiers"][at]["type"]]
-        case ("layout", _):
-            return LayoutKeys
-        case _:
-            return model_class
+Model = TypeVar("Model", bound=Settings)
 
 
-Settings = TypeVar("Settings", bound=_Settings)
-
-
-def parse(model_class: type[Settings], data: object, where: str = "") -> Settings:
+def parse(model_class: type[Model], data: object, where: str = "") -> Model:
     """`data`, a mapping or the text of a JSON object, as settings; ConfigError if it cannot be.
 
     `where` is what comes before the keys in that error's path, such as
@@ -347,7 +239,7 @@ def parse(model_class: type[Settings], data: object, where: str = "") -> Setting
     try:
         return model_class.model_validate(given)
     except ValidationError as error:
-        raise config_error(error, partial(_owner_of, model_class, given), where) from None
+        raise config_error(error, partial(model_class.owner_of, given), where) from None
 
 
 class Setting(NamedTuple):
@@ -365,7 +257,7 @@ def effective(model: BaseModel, prefix: str = "") -> list[Setting]:
         path, value = prefix + name, getattr(model, name)
         if isinstance(value, KVLayout):
             settings += _layout_settings(value, path)
-        elif isinstance(value, tuple) and value:
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             for at, entry in enumerate(value):
                 settings += effective(entry, f"{path}[{at}].")
         else:

@@ -8,12 +8,13 @@ is a verdict. Every step gets its one final outcome, also if it is cut off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import assert_never
 
-from tiering.errors import ClosedError
+from tiering.errors import ClosedError, TierError
 from tiering.pipeline.cascade import cascade
 from tiering.pipeline.inflight import Inflight
 from tiering.pipeline.promotion import promote
@@ -25,6 +26,7 @@ from tiering.residency.plan import (
     Outcome,
     Promote,
     Step,
+    Touch,
     Verdict,
     failed,
 )
@@ -99,6 +101,9 @@ class Transfers:
         if isinstance(step, Contains):
             await self._ask(step, tier)
             return
+        if isinstance(step, Touch):
+            await self._touch(step, tier)
+            return
         async with self._inflight.flight(step.tier, step.keys):
             if isinstance(step, Promote):
                 await promote(step, tier, self._row, self._judge, self._report)
@@ -120,6 +125,12 @@ class Transfers:
         except TimeoutError:
             verdicts = (Verdict.LATE,) * len(step.keys)
         self._report(Outcome(step.id, verdicts))
+
+    async def _touch(self, step: Touch, tier: Tier) -> None:
+        # A hint that is lost costs an eviction in another order: not worth a word.
+        with contextlib.suppress(TierError, ClosedError):
+            await tier.touch(step.keys)
+        self._report(Outcome(step.id, ()))
 
     async def _drop(self, step: Drop, tier: Tier) -> None:
         verdicts = await self._judge.verdicts(len(step.keys), lambda: tier.delete(step.keys))

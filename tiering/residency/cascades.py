@@ -25,6 +25,7 @@ _COUNTER = {
     Verdict.STORED: "cascades_stored",
     Verdict.ALREADY_THERE: "cascades_already_there",
     Verdict.FULL: "cascades_full",
+    Verdict.REFUSED: "cascades_refused",
 }
 
 
@@ -51,6 +52,9 @@ class CascadeBook:
         self._moved_at = clock.now()
         self._waiting: list[dict[bytes, None]] = [{} for _ in known]
         self._out: dict[int, Cascade] = {}
+        self._flying: list[set[bytes]] = [set() for _ in known]
+        # Bounded by the slots there are: what was evicted from them cannot be offered.
+        self._untaken: list[dict[bytes, None]] = [{} for _ in known]
 
     @property
     def steps_out(self) -> int:
@@ -68,6 +72,12 @@ class CascadeBook:
         silence = self._clock.now() - self._moved_at
         return bool(self.waiting) and silence < self._silence_seconds_max
 
+    def is_under_way(self, key: bytes) -> bool:
+        """Whether `key` waits to be written to some tier, or is being written."""
+        return any(key in waiting for waiting in self._waiting) or any(
+            key in flying for flying in self._flying
+        )
+
     def unwritten(self) -> list[bytes]:
         """The keys that a tier is still to be given, once for each tier."""
         return [key for waiting in self._waiting for key in waiting]
@@ -79,6 +89,18 @@ class CascadeBook:
             waiting.update(dict.fromkeys(known.unknown(keys)))
         return self._issue()
 
+    def want_again(self, keys: Sequence[bytes]) -> list[Cascade]:
+        """`keys` were used: those that a tier did not take when they were offered are offered
+        again, as long as they are in the host tier."""
+        found = False
+        for waiting, untaken in zip(self._waiting, self._untaken, strict=True):
+            again = [key for key in keys if key in untaken] if untaken else []
+            for key in again:
+                del untaken[key]
+            waiting.update(dict.fromkeys(self._index.ready(again)))
+            found = found or bool(again)
+        return self._issue() if found else []
+
     def is_mine(self, step_id: int) -> bool:
         return step_id in self._out
 
@@ -88,16 +110,22 @@ class CascadeBook:
         step = self._out.pop(outcome.id)
         slots = self._index.slots
         slots.unpin(step.slots, slots.write_pins)
+        self._flying[step.tier].difference_update(step.keys)
         self._counters.tally(outcome.verdicts, _COUNTER, "cascades_failed")
         stored = keys_with(step, outcome, Verdict.STORED)
         self._known[step.tier].add(stored)
         self._known[step.tier].add(keys_with(step, outcome, Verdict.ALREADY_THERE))
+        untaken = self._untaken[step.tier]
+        for verdict in (Verdict.FULL, Verdict.REFUSED, Verdict.FAILED):
+            untaken.update(dict.fromkeys(keys_with(step, outcome, verdict)))
+        for key in list(islice(untaken, max(0, len(untaken) - len(slots)))):
+            del untaken[key]
         return stored, self._issue()
 
     def clear(self) -> None:
         """Nothing waits any more; what is under way keeps its pins until its outcome."""
-        for waiting in self._waiting:
-            waiting.clear()
+        for keys in (*self._waiting, *self._untaken):
+            keys.clear()
 
     def _issue(self) -> list[Cascade]:
         steps = []
@@ -117,5 +145,6 @@ class CascadeBook:
                     keys, where = zip(*chunks[start : start + CHUNKS_IN_STEP_MAX], strict=True)
                     step = Cascade(self._next_id(), tier, keys, where)
                     self._out[step.id] = step
+                    self._flying[tier].update(keys)
                     steps.append(step)
         return steps

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import islice
 
 from tiering.clock import Clock
 from tiering.events import ChunksRemoved, ChunksStored, Event
 from tiering.metrics import Counters
 from tiering.policy.base import EvictionPolicy
+from tiering.residency.answers import Match, Reservation
 from tiering.residency.budget import LoadBudget
 from tiering.residency.cascades import STORAGE_MEDIUM, CascadeBook
 from tiering.residency.holds import Holds, Request
@@ -24,6 +24,7 @@ from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
 from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdict, keys_with
 from tiering.residency.state import SlotState
+from tiering.residency.touches import TouchBook
 
 COUNTERS = (
     "chunks_loaded",
@@ -40,6 +41,7 @@ COUNTERS = (
     "cascades_stored",
     "cascades_already_there",
     "cascades_full",
+    "cascades_refused",
     "cascades_failed",
     "cascades_skipped",
     "drops_failed",
@@ -54,26 +56,6 @@ _PROMOTION_COUNTER = {
     Verdict.DAMAGED: "promotions_damaged",
     Verdict.LATE: "promotions_late",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How long a prefix can be had: `host` leading chunks at once, `reach` with promotions (or
-    with writers under way). `is_open`: some tier has not yet said whether it holds more."""
-
-    host: int
-    reach: int
-    is_open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """`slots[i]` is to be filled with chunk `indices[i]`; chunks before `end` are cared for, by
-    this reservation or an earlier one."""
-
-    end: int
-    indices: list[int]
-    slots: list[int]
 
 
 class Residency:
@@ -105,6 +87,7 @@ class Residency:
             clock,
             load_deadline_seconds,
         )
+        self._touches = TouchBook(self._known, self._cascades.is_under_way, self._step_id)
         self._out: dict[int, tuple[Step, str]] = {}
         self._steps: list[Step] = []
         self._events: list[Event] = []
@@ -120,11 +103,17 @@ class Residency:
 
     def close(self, owner: str) -> None:
         """End a request: whatever it holds is given back. Unknown owners are ignored."""
+        request = self._holds.get(owner)
+        self._touches.end(request)
+        if request is not None and request.chain:
+            self._steps += self._cascades.want_again(request.chain)
         self.changes += self._holds.close(owner)
 
     def used(self, owner: str, keys: Sequence[bytes]) -> None:
         """The request uses this prefix, from wherever: keep it as recent as the request."""
-        self.index.touch(keys, self._holds[owner].access)
+        request = self._holds[owner]
+        self._touches.note(request, keys)
+        self.index.touch(keys, request.access)
 
     # Loads
 
@@ -242,6 +231,7 @@ class Residency:
         `keep_unwritten`: nor by giving up what waits to be written to a tier.
         """
         request = self._holds[owner]
+        self._touches.note(request, keys)
         fresh = [start + i for i, s in enumerate(self.index.lookup(keys[start:])) if s is None]
         if not start:
             # The request uses all of its chain: no child may be kept longer than its parent.
@@ -299,6 +289,7 @@ class Residency:
         self.changes += 1
         self.index.clear()
         self._cascades.clear()
+        self._touches.clear()
         for known in self._known:
             known.clear()
 
@@ -306,7 +297,7 @@ class Residency:
 
     def take_steps(self) -> list[Step]:
         """What is to be done now; each is handed out once."""
-        steps, self._steps = self._steps, []
+        steps, self._steps = self._steps + list(self._touches.due()), []
         return steps
 
     def take_events(self) -> list[Event]:
@@ -417,6 +408,7 @@ class Residency:
         fresh = iter(taken)
         slots = [next(fresh) if slot is None else slot for slot in found]
         self._holds.begin(owner, keys, slots)
+        self._touches.note(request, keys)
         self.index.touch(keys, request.access)
         self._promote(request, dict(zip(missing, taken, strict=True)))
 

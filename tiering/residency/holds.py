@@ -21,10 +21,12 @@ from tiering.residency.state import Slots, SlotState
 @dataclass(slots=True)
 class Request:
     """`access` is its number for the policy; `absent` holds by tier the keys that it may not ask
-    for again; `deadline` is set from its first question to its release."""
+    for again; `chain` is the longest prefix it has used; `deadline` is set from its first question
+    to its release."""
 
     access: int
     absent: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    chain: Sequence[bytes] = ()
     asks_out: int = 0
     deadline: float | None = None
     is_holding: bool = False

@@ -72,7 +72,16 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     keys: tuple[bytes, ...]
 
 
-Step = Contains | Promote | Cascade | Drop
+class Touch(msgspec.Struct, frozen=True, tag="touch"):
+    """Tell `tier` that `keys`, a prefix in order, were used. A hint: its outcome has no verdicts,
+    and nobody waits for it."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+
+
+Step = Contains | Promote | Cascade | Drop | Touch
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -85,6 +94,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def failed(step: Step) -> Outcome:
     """What becomes of a step that nobody can carry out."""
+    if isinstance(step, Touch):
+        return Outcome(step.id, ())
     return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))
 
 

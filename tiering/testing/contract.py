@@ -12,7 +12,7 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ from tiering.tiers.base import Delete, Failed, Read, Tier, Write
 
 class TierContract(ABC):
     """What every tier owes its callers, whatever it stores in."""
+
+    shareable = True
+    """Whether two open tiers may have one `where`, and see at once what is put there."""
 
     @abstractmethod
     def make_tier(self, where: Path) -> Tier:
@@ -83,8 +86,11 @@ class TierContract(ABC):
 
     async def test_what_lies_there_is_what_is_read(self, tmp_path: Path) -> None:
         key = key_number(1)
-        async with self.opened(tmp_path) as tier:
+        if not self.shareable:
             self.raw_put(tmp_path, key, payload_of(key))
+        async with self.opened(tmp_path) as tier:
+            if self.shareable:
+                self.raw_put(tmp_path, key, payload_of(key))
             (buffer,) = blank(1)
             assert await tier.contains([key]) == [Read.HIT]
             assert await tier.read([key], [buffer]) == [Read.HIT]
@@ -285,7 +291,11 @@ class TierContract(ABC):
                     assert found is Read.MISS or (found is Read.HIT and buffer == payload_of(key))
                     seen.add(found)
 
-        async with self.opened(tmp_path) as one, self.opened(tmp_path) as other:
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(self.opened(tmp_path))
+            other = one
+            if self.shareable:
+                other = await stack.enter_async_context(self.opened(tmp_path))
             await asyncio.gather(
                 *(hand(t, random.Random(i)) for i in range(4) for t in (one, other))
             )

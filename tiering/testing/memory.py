@@ -70,6 +70,11 @@ class MemoryTier(Tier):
             raise ClosedError(f"{self.name} is not open")
         self._loop.call_soon_threadsafe(self._gates.pop(operation).set)
 
+    def let_all_go(self) -> None:
+        """Calls of every operation go on, also of a closed tier. From the loop's thread."""
+        while self._gates:
+            self._gates.popitem()[1].set()
+
     async def open(self) -> None:
         self.calls.append(("open", ()))
         if "open" in self.errors:
@@ -98,6 +103,13 @@ class MemoryTier(Tier):
                 Delete.MISSING if self.chunks.pop(key, None) is None else Delete.DELETED
                 for key in keys
             ]
+
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        async with self._call("touch", keys):
+            pass
+
+    def stats(self) -> dict[str, int]:
+        return {"now_chunks": len(self.chunks)}
 
     async def scan(self) -> AsyncIterator[list[bytes]]:
         if not self.is_open:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from tiering.errors import TierError
 
+GAUGE_PREFIX = "now_"
+"""What the name of a value begins with, in `Tier.stats`, that can fall as well as rise."""
+
 
 class Read(enum.Enum):
     """What became of one key that was asked for. `BUSY`: not now, try again later."""
@@ -94,6 +97,18 @@ class Tier(ABC):
     @abstractmethod
     async def delete(self, keys: Sequence[bytes]) -> list[DeleteOutcome]:
         """Remove the chunks; afterwards they read as MISS."""
+
+    @abstractmethod
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        """`keys`, a prefix in order, head first, were just used, from whatever tier: what is held
+        of them is as recent as a read now would make it, the head more recent than the tail, so
+        that eviction takes the tail of a prefix before its head. A hint: it gives no outcome, and
+        reads and writes need none, since they count as use themselves, in the order of `keys`."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges since `open`, by name; a gauge's name begins with GAUGE_PREFIX. Never
+        waits, and may be called from any thread, also of a closed tier."""
 
     @abstractmethod
     def scan(self) -> AsyncIterator[list[bytes]]:

@@ -19,25 +19,45 @@ import struct
 
 import xxhash
 
-from tiering.keys import KEY_BYTES_MAX
-from tiering.layout import ALIGNMENT
+from tiering.keys import GROUP_BYTES, KEY_BYTES_MAX
 from tiering.namespace import FORMAT_VERSION
+from tiering_kernels.chunkio import CHECKSUM_AT, HEADER_BYTES
 
-HEADER_BYTES = ALIGNMENT
 MAGIC = b"KVTCHUNK"
 
 _FIELDS = struct.Struct(f">8sIIQ32s{KEY_BYTES_MAX}s")
-_CHECKSUM_AT = HEADER_BYTES - 16
+FIELDS_BYTES = _FIELDS.size
+
+
+def pack_fields(header: memoryview, key: bytes, digest: bytes, payload_bytes: int) -> None:
+    """Fill `header` (HEADER_BYTES, writable) with all but the checksum, which is left zero."""
+    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, len(key), payload_bytes, digest, key)
+    header[:] = fields.ljust(HEADER_BYTES, b"\0")
+
+
+def check_fields(header: memoryview, key: bytes, digest: bytes, payload_bytes: int) -> str | None:
+    """None where `header` was made for that chunk, else what is wrong. The checksum, which covers
+    the fields as well, is for whoever read the payload to check."""
+    magic, version, key_length, length, found, padded = _FIELDS.unpack_from(header)
+    if magic != MAGIC:
+        return "bad magic: not a chunk frame"
+    if version != FORMAT_VERSION:
+        return f"format version {version}, not {FORMAT_VERSION}"
+    if length != payload_bytes:
+        return f"payload of {length} bytes, not {payload_bytes}"
+    if found != digest:
+        return f"written in another namespace ({found.hex()[:12]})"
+    if padded[:key_length] != key or key_length != len(key):
+        return f"holds another key ({padded[: min(key_length, KEY_BYTES_MAX)].hex()})"
+    return None
 
 
 def pack_header(
     header: memoryview, key: bytes, namespace_digest: bytes, payload: memoryview
 ) -> None:
     """Fill `header` (HEADER_BYTES, writable) so that it vouches for `payload` under `key`."""
-    length = payload.nbytes
-    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, len(key), length, namespace_digest, key)
-    header[:_CHECKSUM_AT] = fields.ljust(_CHECKSUM_AT, b"\0")
-    header[_CHECKSUM_AT:] = _checksum(header, payload)
+    pack_fields(header, key, namespace_digest, payload.nbytes)
+    header[CHECKSUM_AT:] = _checksum(header, payload)
 
 
 def check(
@@ -48,23 +68,32 @@ def check(
     The fields are compared before the checksum only to name the fault: the checksum alone covers
     every byte of the frame.
     """
-    magic, version, key_length, length, digest, padded = _FIELDS.unpack_from(header)
-    if magic != MAGIC:
-        return "bad magic: not a chunk frame"
-    if version != FORMAT_VERSION:
-        return f"format version {version}, not {FORMAT_VERSION}"
-    if length != payload.nbytes:
-        return f"payload of {length} bytes, not {payload.nbytes}"
-    if digest != namespace_digest:
-        return f"written in another namespace ({digest.hex()[:12]})"
-    if padded[:key_length] != key or key_length != len(key):
-        return f"holds another key ({padded[: min(key_length, KEY_BYTES_MAX)].hex()})"
-    if header[_CHECKSUM_AT:] != _checksum(header, payload):
+    wrong = check_fields(header, key, namespace_digest, payload.nbytes)
+    if wrong is None and header[CHECKSUM_AT:] != _checksum(header, payload):
         return "bad checksum"
-    return None
+    return wrong
+
+
+def key_in(header: memoryview, namespace_digest: bytes, payload_bytes: int) -> bytes | None:
+    """The key that `header` names, None where it heads no frame of the namespace. Not verified:
+    the payload is not looked at."""
+    key_length, padded = int.from_bytes(header[12:16], "big"), bytes(header[56:184])
+    if not GROUP_BYTES < key_length <= KEY_BYTES_MAX:
+        return None
+    key = padded[:key_length]
+    wrong = check_fields(header, key, namespace_digest, payload_bytes)
+    return key if wrong is None else None
 
 
 def _checksum(header: memoryview, payload: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(header[:_CHECKSUM_AT])
+    digest = xxhash.xxh3_128(header[:CHECKSUM_AT])
     digest.update(payload)
     return digest.digest()
+
+
+def cause_of(wrong: str) -> str:
+    """What is wrong with a frame, in one word: how counters are named, `damaged_<cause>`."""
+    for word in ("checksum", "namespace", "key", "magic", "version"):
+        if word in wrong:
+            return word
+    return "size"

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
@@ -125,7 +126,7 @@ class TieredConnector(KVConnectorBase_V1):
         core = build_core(self._config, region.geometry.rows, len(tiers))
         engine = Engine(core, self._portal, NoEvents())
         self._scheduler = SchedulerHalf(engine, self._geometry, self._config.offload_prompt_only)
-        self._growth = Growth(core.counters.snapshot())
+        self._growth = Growth(tiers, MonotonicClock())
         log.info(
             "TieredConnector: %d chunks of %d tokens in host memory, then %s",
             region.geometry.rows,

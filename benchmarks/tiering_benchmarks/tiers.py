@@ -1,0 +1,210 @@
+"""The command `tiering-bench tiers`: disk tiers against fio and vLLM's fs tier, in one run.
+
+Goals: write, cold read, warm read and exists of each chunk size, as ratios to the disk's limit and
+to vLLM's tier, with CPU time. Not a goal: what lies above a tier. Owns the command line, and the
+directory that all is written under: bounded before it starts, removed however it ends. What is
+measured is in `tiers_run`, by whom in `tiers_sides`, what it means in `tiers_report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from tiering.errors import ConfigError
+from tiering_benchmarks import tiers_report as report
+from tiering_benchmarks.tiers_report import Sized
+from tiering_benchmarks.tiers_run import (
+    Plan,
+    Region,
+    Side,
+    SideMissing,
+    WrongAnswer,
+    exists_keys,
+    measure,
+)
+from tiering_benchmarks.tiers_sides import FIO, SIDES, VLLM, open_side
+
+_FREE_FACTOR = 3
+
+
+@dataclass(slots=True)
+class Found:
+    """Of a run: its sizes, how each side was set up, and why others are missing."""
+
+    sizes: list[Sized] = field(default_factory=list)
+    sides: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def run(plans: Sequence[Plan], names: Sequence[str], directory: Path) -> Found:
+    """Measure each plan under `directory`, which is left empty. Tells stderr how far it is."""
+    found, start = Found(), time.monotonic()
+    for plan in plans:
+        size = report.size_name(plan.chunk_bytes)
+
+        def tell(what: str, size: str = size) -> None:
+            seconds = time.monotonic() - start
+            print(f"[{seconds:4.0f} s] {size}: {what}", file=sys.stderr, flush=True)
+
+        with _sides(plan, names, directory, found) as (sides, region):
+            samples = measure(plan, sides, region, tell)
+        sized = Sized(plan.chunk_bytes, plan.payload_bytes, exists_keys(plan), samples)
+        found.sizes.append(sized)
+    return found
+
+
+@contextmanager
+def _sides(
+    plan: Plan, names: Sequence[str], directory: Path, found: Found
+) -> Iterator[tuple[list[Side], Region]]:
+    """Those of `names` that can be had, open, in a directory each; ConfigError if none can."""
+    region = Region(plan)
+    with ExitStack() as stack:
+        sides: list[Side] = []
+        for name in names:
+            own = directory / name
+            own.mkdir(mode=0o700)
+            # Entered first, so that a side is closed before its files go.
+            stack.callback(_remove, own)
+            try:
+                side = open_side(name, own, plan, region)
+            except SideMissing as error:
+                found.missing[name] = str(error)
+                continue
+            stack.callback(side.close)
+            found.sides[name] = side.about()
+            sides.append(side)
+        if not sides:
+            told = "; ".join(found.missing.values())
+            raise ConfigError("--sides", ",".join(names), told, "name another side")
+        yield sides, region
+
+
+def needed_bytes(plan: Plan, names: Sequence[str]) -> int:
+    """The most that lies on the disk at a time."""
+    return sum(
+        plan.capacity_bytes if name not in (VLLM, FIO) else plan.payload_bytes for name in names
+    )
+
+
+@contextmanager
+def own_directory(parent: Path, need_bytes: int) -> Iterator[Path]:
+    """A fresh directory in `parent`, gone afterwards; ConfigError where there is too little room
+    for what is written, and for whoever else writes there meanwhile."""
+    try:
+        free_bytes = shutil.disk_usage(parent).free
+        made = Path(tempfile.mkdtemp(prefix="tiering-bench-", dir=parent))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError("--dir", str(parent), reason, "name a writable directory") from None
+    try:
+        if free_bytes < _FREE_FACTOR * need_bytes:
+            reason = (
+                f"{free_bytes >> 20} MiB are free, and {_FREE_FACTOR} times the "
+                f"{need_bytes >> 20} MiB that it writes are wanted"
+            )
+            raise ConfigError("--dir", str(parent), reason, "give another, or fewer --bytes")
+        yield made
+    finally:
+        _remove(made)
+
+
+def _remove(directory: Path) -> None:
+    """With all that is in it, and not to be interrupted in that."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        shutil.rmtree(directory)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    limit_bytes = report.size_bytes(args.bytes)
+    if limit_bytes is None:
+        raise ConfigError("--bytes", args.bytes, "is no size", "write one such as 512MiB")
+    for name in ("batch", "jobs", "repeats"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", getattr(args, name), "measures nothing", "use 1 or more")
+    plans = []
+    for text in args.sizes.split(","):
+        size = report.size_bytes(text)
+        if size is None or not report.is_chunk_size(size):
+            told = "is no size of whole pages of 4 KiB"
+            raise ConfigError("--sizes", text, told, "write some such as 64KiB,1MiB")
+        plans.append(Plan.within(limit_bytes, size, args.batch, args.jobs, args.repeats))
+    return plans
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SIDES:
+            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
+    return names
+
+
+def _run(args: argparse.Namespace) -> int:
+    plans, names = _plans(args), _names(args.sides)
+    need_bytes = max(needed_bytes(plan, names) for plan in plans)
+    with own_directory(Path(args.dir or os.getcwd()), need_bytes) as directory:
+        machine = report.machine(directory)
+        try:
+            found = run(plans, names, directory)
+        except WrongAnswer as error:
+            print(f"tiering-bench: {error}", file=sys.stderr)
+            return 1
+    verdicts = report.verdicts(found.sizes)
+    if args.json:
+        everything = {
+            "machine": machine,
+            "plans": plans,
+            "sides": found.sides,
+            "missing": found.missing,
+            "sizes": report.raw(found.sizes),
+            "aims": verdicts,
+        }
+        Path(args.json).write_bytes(orjson.dumps(everything, option=orjson.OPT_INDENT_2))
+    for facts in (machine, found.sides):
+        for name, fact in facts.items():
+            print(f"{name:<12} {fact}")
+    for name, reason in found.missing.items():
+        print(f"{name:<12} not measured: {reason}")
+    print(
+        f"\nup to {args.bytes} a pass, batches of {args.batch} chunks, {args.jobs} at once, "
+        f"{args.repeats} repeats: median [lowest highest]; ratios repeat by repeat"
+    )
+    for sized in found.sizes:
+        print(f"\n{report.table(sized)}")
+    print("\naims, by the medians")
+    print("\n".join(verdicts))
+    return 0
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `tiering-bench tiers` to the command line."""
+    parser = commands.add_parser(
+        "tiers", help="speed and CPU time of the disk tiers, against fio and vLLM's fs tier"
+    )
+    parser.add_argument("--dir", help="write under a fresh directory in this one; default: here")
+    parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB", help="of a chunk")
+    parser.add_argument("--bytes", default="512MiB", help="most that a pass of a side moves")
+    parser.add_argument("--batch", type=int, default=16, help="chunks in a batch or job")
+    parser.add_argument("--jobs", type=int, default=4, help="batches under way at once")
+    parser.add_argument("--repeats", type=int, default=5, help="of each thing")
+    parser.add_argument("--sides", default=",".join(SIDES), help="which to measure")
+    parser.add_argument("--json", metavar="FILE", help="write the raw figures there, too")
+    parser.set_defaults(run=_run)

@@ -1,0 +1,1 @@
+"""What both layouts of an fs tier share: file system calls, threads, names, recency."""

@@ -1,0 +1,1 @@
+"""The layout `files`: one file for each chunk, shared, bounded by a manifest."""

@@ -1,0 +1,402 @@
+"""The files layout's bound: who may write how much, who has to go, and what was used last.
+
+Owns the manifest, the ticks that are not in it yet, and the counting that makes it anew from the
+files. Lives on the tier's event loop; the manifest is used in the tier's threads, one call at a
+time, and nothing is awaited while a transaction is open. Whatever happens to the manifest, the
+files go on to be read; until it can be used again, writes are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tiering.clock import Clock
+from tiering.metrics import Counters
+from tiering.tiers.disk import diskio, mounts, temps
+from tiering.tiers.disk.iopool import IoPool, Lane
+from tiering.tiers.disk.paths import FsPaths
+from tiering.tiers.disk.ticks import Ticks
+from tiering.tiers.files.bookings import (
+    DIRECTORY_BYTES,
+    Booked,
+    Flight,
+    ManifestBroken,
+    ManifestBusy,
+    ManifestFull,
+    disk_bytes,
+)
+from tiering.tiers.files.chunks import GONE, ChunkFiles
+from tiering.tiers.files.count import Shard, found_in, shards_of
+from tiering.tiers.files.manifest import Manifest
+from tiering_kernels.chunkio import HEADER_BYTES
+
+log = logging.getLogger("tiering")
+
+T = TypeVar("T")
+
+FLUSH_SECONDS = 1.0
+UNFLUSHED_MAX = 1 << 16
+EMPTIED_MAX = 64
+CHUNKS_WHEN_FULL = 16
+LOOK_SECONDS = 60.0
+COUNT_SECONDS_MAX = 1.0
+SETTLE_TRIES_MAX = 5
+_BYTES_MAX = (1 << 63) - 1
+
+COUNTERS = (
+    *("evicted", "refused_counting"),
+    *("manifest_busy", "manifest_full", "manifest_broken", "manifest_remade"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_bytes` of disk for all under the root, None for no such limit; `min_free_bytes` to be
+    left free on its file system, None for what `diskio` says. Above
+    `high_watermark` of what these allow, chunks are evicted until `low_watermark` of it."""
+
+    max_bytes: int | None = None
+    min_free_bytes: int | None = None
+    high_watermark: float = 1.0
+    low_watermark: float = 1.0
+
+
+def chunk_disk_bytes(chunk_bytes: int) -> int:
+    """The least that a tier for chunks of `chunk_bytes` has to be allowed: one of them, with its
+    directories or its part of a table."""
+    return disk_bytes(1, HEADER_BYTES + chunk_bytes)
+
+
+class Books:
+    """Between `open` and `close`."""
+
+    def __init__(
+        self,
+        name: str,
+        paths: FsPaths,
+        files: ChunkFiles,
+        limits: Limits,
+        clock: Clock,
+        pool: IoPool,
+        kept_aside_bytes: int,
+    ) -> None:
+        """`clock` counts from 1970. `kept_aside_bytes` of the limit are for the quarantine."""
+        self._name = name
+        self._paths = paths
+        self._files = files
+        self._limits = limits
+        self._clock = clock
+        self._pool = pool
+        self._kept_aside_bytes = kept_aside_bytes
+        self._owner = temps.owner_name()
+        self._ticks = Ticks(clock)
+        self._manifest: Manifest | None = None
+        self._is_counted = False
+        self._turn = asyncio.Lock()
+        self._used: dict[bytes, int] = {}
+        self._gone: dict[bytes, None] = {}
+        self._left: dict[str, Booked] = {}
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._counting: asyncio.Task[Any] | None = None
+        self._is_closing = False
+        self._looked_at = 0.0
+        self.reading: set[bytes] = set()
+        self.counters = Counters(COUNTERS)
+        self.booked_chunks = self.booked_bytes = 0
+
+    async def open(self) -> None:
+        """Open the manifest, or make it and count; counting goes on in the background after
+        COUNT_SECONDS_MAX, and until it is done nothing can be written. Raises OSError."""
+        self.is_shared = await self._pool.call(
+            Lane.WRITE, lambda: mounts.is_local(self._paths.root)
+        )
+        await self._make(may_reuse=True)
+        if self._counting is not None:
+            await asyncio.wait({self._counting}, timeout=COUNT_SECONDS_MAX)
+
+    async def close(self) -> None:
+        """Write down what was used, and let go of the manifest."""
+        self._is_closing = True
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if self._counting is not None and not self._counting.done():
+            self._counting.cancel()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self._flush()
+        if self._manifest is not None:
+            await self._ask(lambda manifest: manifest.leave())
+            manifest, self._manifest = self._manifest, None
+            await self._pool.call(Lane.WRITE, manifest.close)
+
+    @property
+    def is_counting(self) -> bool:
+        return not self._is_counted
+
+    async def admit(self, keys: Sequence[bytes]) -> Flight | None:
+        """Room for the leading `keys`, and who has to go for them; None where nothing can be
+        said now. Whoever gets a flight calls `land`."""
+        await self._flush()
+        self._look_around()
+        if not self._is_counted:
+            self.counters.add("refused_counting", len(keys))
+            return None
+        spared = frozenset(self.reading)
+
+        def admit(manifest: Manifest) -> Flight:
+            high, low = self._bounds(manifest)
+            directory, size = self._paths.rank_dir.name, self._files.file_bytes
+            return manifest.admit(directory, keys, size, high, low, spared)
+
+        return await self._ask(admit)
+
+    async def make_room(self, chunks: int) -> Flight | None:
+        """Victims for `chunks` files of ours, whatever the limits say: the disk is full."""
+        want = chunks * (self._files.file_bytes + DIRECTORY_BYTES)
+        directory = self._paths.rank_dir.name
+        spared = frozenset((directory, key) for key in self.reading)
+        return await self._ask(lambda manifest: manifest.evict(want, spared))
+
+    def land(
+        self, flight: Flight, arrived: Sequence[bytes], kept: Sequence[Booked] = ()
+    ) -> asyncio.Task[Any]:
+        """The flight is over; `arrived` in prefix order. Goes on by itself if nobody waits."""
+        self.counters.add("evicted", len(flight.victims) - len(kept))
+        ticks = self._ticks.of(arrived)
+
+        async def land() -> None:
+            for _ in range(SETTLE_TRIES_MAX):
+                if await self._ask(lambda manifest: manifest.settle(flight, ticks, kept)):
+                    break
+                # Held by another process, or being made anew: then this flight is unknown to it.
+                await asyncio.sleep(FLUSH_SECONDS)
+            self._prune(flight.victims)
+
+        return self._spawn(land())
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """`keys` were used, head first; written down within FLUSH_SECONDS."""
+        self._used.update(self._ticks.of(keys))
+        self._flush_soon()
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """There are no files of `keys`."""
+        self._gone.update(dict.fromkeys(keys))
+        self._flush_soon()
+
+    # Recency
+
+    def _flush_soon(self) -> None:
+        if self._flush_timer is None and not self._is_closing:
+            delay = FLUSH_SECONDS if len(self._used) < UNFLUSHED_MAX else 0.0
+            loop = asyncio.get_running_loop()
+            self._flush_timer = loop.call_later(delay, lambda: self._spawn(self._flush()))
+
+    async def _flush(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        used, self._used = self._used, {}
+        gone, self._gone = self._gone, {}
+        if not used and not gone:
+            return
+        now, directory = self._clock.now(), self._paths.rank_dir.name
+
+        def flush(manifest: Manifest) -> bool:
+            manifest.touch(directory, used)
+            # Whatever a read has met: what is there counts.
+            asked = list(gone)
+            sizes = self._files.sizes(asked)
+            missing = [key for key, size in zip(asked, sizes, strict=True) if size in GONE]
+            manifest.forget(directory, missing)
+            manifest.beat(now)
+            if not self.is_shared:
+                self._stamp(used)
+            return True
+
+        if not await self._ask(flush) and len(self._used) + len(used) < UNFLUSHED_MAX:
+            # Another time; what has come in meanwhile is newer.
+            self._used, self._gone = used | self._used, gone | self._gone
+
+    def _stamp(self, used: Mapping[bytes, int]) -> None:
+        """Where no manifest survives us, the files' own times carry the recency."""
+        for key, tick in used.items():
+            with contextlib.suppress(OSError, ValueError):
+                os.utime(self._paths.chunk(key), ns=(tick * 1000, tick * 1000))
+
+    # Limits
+
+    def _bounds(self, manifest: Manifest) -> tuple[int, int]:
+        """Bytes of disk that all under the root may take, and down to which to evict."""
+        totals = manifest.totals()
+        self.booked_chunks, self.booked_bytes = totals.chunks, totals.disk_bytes
+        limits = self._limits
+        allowed = _BYTES_MAX if limits.max_bytes is None else limits.max_bytes
+        allowed -= self._kept_aside_bytes
+        spare = diskio.spare_bytes(self._paths.root, limits.min_free_bytes)
+        # What is booked lies on that disk already, so only what is added takes of what is free.
+        allowed = max(0, min(allowed, totals.disk_bytes + spare))
+        return int(allowed * limits.high_watermark), int(allowed * limits.low_watermark)
+
+    def _prune(self, victims: Sequence[Booked]) -> None:
+        """Directories that victims have left empty go, many at once: a chunk that comes later
+        may want them again."""
+        self._left.update((f"{each.directory}/{each.key[:3].hex()}", each) for each in victims)
+        if len(self._left) >= EMPTIED_MAX and not self._is_closing:
+            left, self._left = list(self._left.values()), {}
+            self._spawn(self._pool.call(Lane.WRITE, lambda: self._files.prune(left)))
+
+    # The manifest
+
+    async def _ask(self, question: Callable[[Manifest], T]) -> T | None:
+        """`question` of the manifest, in a thread; None where it cannot answer. On a disk so full
+        that the manifest cannot be written, a few chunks go first, and it is asked again."""
+        try:
+            return await self._put(question)
+        except ManifestFull as error:
+            self.counters.add("manifest_full")
+            log.debug("%s: the manifest cannot be written: %s", self._name, error)
+        try:
+            await self._put(self._unlink_oldest)
+            return await self._put(question)
+        except ManifestFull:
+            return None
+
+    def _unlink_oldest(self, manifest: Manifest) -> None:
+        """Their rows stay for now; whoever wants the room of one finds that it is gone."""
+        victims = manifest.oldest(CHUNKS_WHEN_FULL)
+        kept = self._files.remove(victims)
+        self.counters.add("evicted", len(victims) - len(kept))
+        manifest.forget_all(victims)
+
+    async def _put(self, question: Callable[[Manifest], T]) -> T | None:
+        async with self._turn:
+            if self._manifest is None:
+                return None
+            manifest = self._manifest
+            try:
+                answer: T = await self._pool.call(Lane.WRITE, lambda: question(manifest))
+                return answer
+            except OSError as error:
+                # The root is gone, or not to be had now; what is booked stays as it is.
+                log.debug("%s: %s", self._name, error)
+            except ManifestBusy as error:
+                self.counters.add("manifest_busy")
+                log.debug("%s: the manifest is held by another process: %s", self._name, error)
+            except ManifestBroken as error:
+                self.counters.add("manifest_broken")
+                log.warning("%s: the manifest is made anew from the files: %s", self._name, error)
+                self._is_counted = False
+                self._manifest = None
+                self._spawn(self._remake(manifest))
+        return None
+
+    def _look_around(self) -> None:
+        """Now and then: is the manifest still the one that others use, is somebody gone?"""
+        now = self._clock.now()
+        if 0 <= now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        self._spawn(self._settle_the_dead() if self._manifest else self._make(may_reuse=True))
+
+    async def _settle_the_dead(self) -> bool:
+        """Whether somebody has gone without a word: then files may lie there unbooked."""
+        now = self._clock.now()
+
+        def look(manifest: Manifest) -> tuple[list[str], list[Flight]]:
+            if not manifest.is_current:
+                raise ManifestBroken("somebody removed it")
+            owners = manifest.others()
+            dead = [name for name, beat in owners if temps.is_gone(name, now - beat)]
+            return dead, [flight for name in dead for flight in manifest.inherit(name)]
+
+        dead, flights = await self._ask(look) or ([], [])
+        for flight in flights:
+            await self._settle_inherited(flight)
+        return bool(dead)
+
+    async def _settle_inherited(self, flight: Flight) -> None:
+        """Its writer is gone: what it had renamed is there, its victims are removed."""
+
+        def inspect() -> tuple[list[bytes], list[Booked]]:
+            root = self._paths.root
+            arrived = [
+                each.key for each in flight.arriving if found_in(root, each) == each.file_bytes
+            ]
+            kept = self._files.remove(flight.victims)
+            self._files.prune(flight.victims)
+            return arrived, kept
+
+        arrived, kept = await self._pool.call(Lane.WRITE, inspect)
+        await self.land(flight, arrived, kept)
+
+    async def _remake(self, broken: Manifest) -> None:
+        await self._pool.call(Lane.WRITE, broken.close)
+        if not self._is_closing:
+            try:
+                await self._make(may_reuse=False)
+                self.counters.add("manifest_remade")
+            except OSError as error:
+                # Tried again by whoever writes next, LOOK_SECONDS after the last look.
+                log.debug("%s: no manifest now: %s", self._name, error)
+
+    async def _make(self, may_reuse: bool) -> None:
+        """Open the manifest; a new one, or one that is not sound, is filled by counting."""
+        now = self._clock.now()
+        manifest = await self._pool.call(Lane.WRITE, lambda: self._opened(may_reuse, now))
+        self._manifest = manifest
+        self._ticks.after(await self._ask(lambda manifest: manifest.newest_tick()) or 0)
+        self._is_counted = not manifest.is_new
+        if manifest.is_new or await self._settle_the_dead():
+            self._counting = self._spawn(self._count())
+
+    def _opened(self, may_reuse: bool, now: float) -> Manifest:
+        if not self.is_shared:
+            return Manifest(None, self._owner, now)
+        self._files.require_root()
+        directory = self._paths.manifest_dir
+        diskio.make_private_dirs(self._paths.root, directory)
+        path = directory / "manifest.sqlite3"
+        if may_reuse:
+            with contextlib.suppress(ManifestBroken):
+                manifest = Manifest(path, self._owner, now)
+                if manifest.is_new or manifest.is_sound():
+                    return manifest
+                manifest.close()
+        for name in ("", "-wal", "-shm"):
+            path.with_name(path.name + name).unlink(missing_ok=True)
+        return Manifest(path, self._owner, now)
+
+    async def _count(self) -> None:
+        """Compare the manifest with the files, a shard at a time, the least of it while others
+        wait: book what is not booked, forget what is not there, remove empty directories."""
+        root = self._paths.root
+        shards: list[Shard] = await self._pool.call(Lane.READ, lambda: shards_of(root))
+        for shard in shards:
+
+            def count(manifest: Manifest, shard: Shard = shard) -> None:
+                shard.reconcile(manifest)
+
+            await self._ask(count)
+            await asyncio.sleep(0)
+        self._is_counted = self._manifest is not None
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task of ours: `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s: a background task failed", self._name, exc_info=error)

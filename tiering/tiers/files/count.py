@@ -1,0 +1,91 @@
+"""Counting what lies under a root, a shard at a time, and making a manifest agree with it.
+
+Blocking; works from the files alone. Other processes write meanwhile: a file that is not booked
+yet because its writer is about to say so is booked by whoever comes first, and no chunk is
+forgotten while its file is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering.tiers.disk import diskio
+from tiering.tiers.disk.paths import is_shard, key_of, parse_directory, place_of
+from tiering.tiers.files.bookings import Booked
+from tiering.tiers.files.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """`<root>/<directory>/<name>`: the chunks whose hashes begin with the hex digits `name`."""
+
+    root: Path
+    directory: str
+    name: str
+
+    def reconcile(self, manifest: Manifest) -> None:
+        found = self._found()
+        here = {each.key for each in found}
+        first = bytes.fromhex((self.name + "0" * 3)[:4])
+        last = (int.from_bytes(first, "big") + 0x10).to_bytes(3, "big")[-2:]
+        end = last if last > first else b"\xff" * 129
+        booked = [
+            key
+            for key in manifest.booked(self.directory, first, end)
+            if key.hex().startswith(self.name)
+        ]
+        if len(here) > len(booked) or here.difference(booked):
+            manifest.adopt(found)
+        missing = [key for key in booked if key not in here and not self._is_there(key)]
+        if missing:
+            manifest.forget(self.directory, missing)
+
+    def _found(self) -> list[Booked]:
+        top = self.root / self.directory / self.name
+        found = []
+        for group in diskio.children(top):
+            files = diskio.children(group.path)
+            for file in files:
+                key = key_of(self.name, group.name, file.name)
+                size_and_time = None if key is None else _measured(file)
+                if key is not None and size_and_time is not None:
+                    found.append(Booked(self.directory, key, *size_and_time))
+            if not files:
+                with contextlib.suppress(OSError):
+                    os.rmdir(group.path)
+                    os.rmdir(top)
+        return found
+
+    def _is_there(self, key: bytes) -> bool:
+        return os.path.lexists(self.root / self.directory / place_of(key))
+
+
+def shards_of(root: Path) -> list[Shard]:
+    """Every shard of every rank of every namespace under `root`."""
+    return [
+        Shard(root, rank.name, shard.name)
+        for rank in diskio.children(root)
+        if (name := parse_directory(rank.name)) is not None and name.rank is not None
+        for shard in diskio.children(rank.path)
+        if is_shard(shard.name)
+    ]
+
+
+def found_in(root: Path, chunk: Booked) -> int | None:
+    """The size of the file of `chunk`, None where there is none."""
+    with contextlib.suppress(OSError):
+        return os.stat(root / chunk.directory / place_of(chunk.key), follow_symlinks=False).st_size
+    return None
+
+
+def _measured(file: os.DirEntry[str]) -> tuple[int, int] | None:
+    """Size, and microseconds since 1970 at which it was written or stamped."""
+    with contextlib.suppress(OSError):
+        found = file.stat(follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size, found.st_mtime_ns // 1000
+    return None

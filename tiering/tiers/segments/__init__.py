@@ -1,0 +1,1 @@
+"""The layout `segments`: slots of preallocated files, one writer."""

@@ -1,0 +1,67 @@
+"""Opening a segment tier: its directories, the lock, and what its slots hold.
+
+Called by `SegmentTier.open` only, on the event loop; what blocks runs in the tier's pool.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiering.clock import Clock
+from tiering.layout import ALIGNMENT
+from tiering.namespace import Namespace
+from tiering.tiers.disk import configfile, diskio
+from tiering.tiers.disk.diskio import Direct, IoPath
+from tiering.tiers.disk.iopool import IoPool, Lane
+from tiering.tiers.disk.paths import CONFIG_NAME, TEMP_SUFFIX
+from tiering.tiers.segments.files import SegmentFiles
+from tiering.tiers.segments.table import Records
+
+_HEADERS_AT_ONCE = 256
+
+
+async def make_ready(
+    name: str,
+    files: SegmentFiles,
+    namespace: Namespace,
+    io_paths: tuple[IoPath, IoPath],
+    pool: IoPool,
+    clock: Clock,
+) -> Records:
+    """Open `files`, and say what is in them: by their table, or by the slots' header pages where
+    it is lost. `name` is the tier's; `io_paths` are those for reads and for writes.
+
+    ConfigError where the user can help it, TierError for the rest. `files` may be half open then.
+    """
+    root = files.directory.parent
+    config_dir = root / namespace.directory
+    try:
+        await pool.call(Lane.WRITE, lambda: _make_directories(root, config_dir, files.directory))
+        await configfile.agree(config_dir / CONFIG_NAME, namespace.describe())
+        await pool.call(Lane.WRITE, lambda: _open(files, io_paths, clock))
+        if not files.needs_rebuild:
+            found: Records = await pool.call(Lane.READ, files.load)
+            return found
+        # As many at once as the pool has threads, a page at a time in each.
+        keys = await pool.run_spans(Lane.READ, files.keys_in, files.n_slots, _HEADERS_AT_ONCE)
+        rebuilt: Records = await pool.call(Lane.WRITE, lambda: files.rebuild(keys))
+        return rebuilt
+    except OSError as error:
+        raise diskio.open_error(name, root, error) from error
+
+
+def _make_directories(root: Path, *below: Path) -> None:
+    diskio.make_private_dir(root)
+    for directory in below:
+        diskio.make_private_dirs(root, directory)
+
+
+def _open(files: SegmentFiles, io_paths: tuple[IoPath, IoPath], clock: Clock) -> None:
+    files.take_lock()
+    for left_over in files.directory.glob(f"*{TEMP_SUFFIX}"):
+        left_over.unlink(missing_ok=True)
+    direct = diskio.probe(files.directory, *io_paths, clock)
+    if files.geometry.payload_bytes % ALIGNMENT:
+        # Direct I/O moves whole pages only.
+        direct = Direct(reads=False, writes=False)
+    files.open(direct)

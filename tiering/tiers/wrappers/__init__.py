@@ -1,0 +1,1 @@
+"""Tiers around tiers: a guard for one disk, a stripe over several."""
