@@ -37,6 +37,8 @@ from tiering_benchmarks.tiers_run import (
 from tiering_benchmarks.tiers_sides import FIO, SIDES, VLLM, open_side
 
 _FREE_FACTOR = 3
+# As the engine hands them out: not more than 64 chunks to a step.
+BATCH_BYTES, BATCH_MIN, BATCH_MAX = 16 << 20, 4, 64
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     if limit_bytes is None:
         raise ConfigError("--bytes", args.bytes, "is no size", "write one such as 512MiB")
     for name in ("batch", "jobs", "repeats"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name}", getattr(args, name), "measures nothing", "use 1 or more")
     plans = []
     for text in args.sizes.split(","):
@@ -145,7 +147,8 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         if size is None or not report.is_chunk_size(size):
             told = "is no size of whole pages of 4 KiB"
             raise ConfigError("--sizes", text, told, "write some such as 64KiB,1MiB")
-        plans.append(Plan.within(limit_bytes, size, args.batch, args.jobs, args.repeats))
+        batch = args.batch or max(BATCH_MIN, min(BATCH_MAX, BATCH_BYTES // size))
+        plans.append(Plan.within(limit_bytes, size, batch, args.jobs, args.repeats))
     return plans
 
 
@@ -183,8 +186,9 @@ def _run(args: argparse.Namespace) -> int:
             print(f"{name:<12} {fact}")
     for name, reason in found.missing.items():
         print(f"{name:<12} not measured: {reason}")
+    batch = f"{args.batch}" if args.batch else f"16 MiB in {BATCH_MIN} to {BATCH_MAX}"
     print(
-        f"\nup to {args.bytes} a pass, batches of {args.batch} chunks, {args.jobs} at once, "
+        f"\nup to {args.bytes} a pass, batches of {batch} chunks, {args.jobs} at once, "
         f"{args.repeats} repeats: median [lowest highest]; ratios repeat by repeat"
     )
     for sized in found.sizes:
@@ -202,7 +206,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--dir", help="write under a fresh directory in this one; default: here")
     parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB", help="of a chunk")
     parser.add_argument("--bytes", default="512MiB", help="most that a pass of a side moves")
-    parser.add_argument("--batch", type=int, default=16, help="chunks in a batch or job")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help=f"chunks in a batch or job; default: 16 MiB of them, {BATCH_MIN} to {BATCH_MAX}",
+    )
     parser.add_argument("--jobs", type=int, default=4, help="batches under way at once")
     parser.add_argument("--repeats", type=int, default=5, help="of each thing")
     parser.add_argument("--sides", default=",".join(SIDES), help="which to measure")

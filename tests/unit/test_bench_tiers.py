@@ -105,7 +105,7 @@ def test_without_fio_it_says_how_to_get_it(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--bytes", "8KiB"], "--bytes = 8192: 4 batches of 16 chunks"),
+        (["--bytes", "8KiB"], "--bytes = 8192: 4 batches of 64 chunks"),
         (["--bytes", "much"], "--bytes = 'much': is no size"),
         (["--bytes", "1000000GiB"], "MiB are free, and 3 times"),
         (["--sizes", "64KiB,5000"], "--sizes = '5000'"),
@@ -128,7 +128,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_it_removes_what_it_wrote(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tiering_benchmarks.cli", "tiers", "--dir", str(tmp_path)]
-    command += ["--sizes", "4KiB", "--bytes", "256KiB", "--sides", "files", "--repeats", "10000"]
+    command += ["--sizes", "4KiB", "--bytes", "256KiB", "--batch", "4", "--sides", "files"]
+    command += ["--repeats", "10000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("repeat" in line for line in process.stderr), "it never came to measuring"

@@ -27,17 +27,22 @@ MAGIC = b"KVTCHUNK"
 
 _FIELDS = struct.Struct(f">8sIIQ32s{KEY_BYTES_MAX}s")
 FIELDS_BYTES = _FIELDS.size
+_ZEROS = bytes(HEADER_BYTES - FIELDS_BYTES)
 
 
 def pack_fields(header: memoryview, key: bytes, digest: bytes, payload_bytes: int) -> None:
     """Fill `header` (HEADER_BYTES, writable) with all but the checksum, which is left zero."""
     fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, len(key), payload_bytes, digest, key)
-    header[:] = fields.ljust(HEADER_BYTES, b"\0")
+    header[:FIELDS_BYTES] = fields
+    header[FIELDS_BYTES:] = _ZEROS
 
 
 def check_fields(header: memoryview, key: bytes, digest: bytes, payload_bytes: int) -> str | None:
     """None where `header` was made for that chunk, else what is wrong. The checksum, which covers
     the fields as well, is for whoever read the payload to check."""
+    expected = _FIELDS.pack(MAGIC, FORMAT_VERSION, len(key), payload_bytes, digest, key)
+    if header[:FIELDS_BYTES] == expected:
+        return None
     magic, version, key_length, length, found, padded = _FIELDS.unpack_from(header)
     if magic != MAGIC:
         return "bad magic: not a chunk frame"

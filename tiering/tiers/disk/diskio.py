@@ -77,6 +77,17 @@ def make_private_dir(path: Path) -> None:
         path.chmod(_DIR_MODE)  # the umask may have taken the owner's own rights
 
 
+def make_leaf(root: Path, leaf: str) -> None:
+    """Make the directory `leaf` below `root`, in the common case with one call."""
+    try:
+        os.mkdir(leaf, _DIR_MODE)
+        os.chmod(leaf, _DIR_MODE)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_private_dirs(root, Path(leaf))
+
+
 def create_private(path: str | Path, flags: int) -> int:
     """A descriptor of a new file for its owner alone; FileExistsError where there is one."""
     descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _FILE_MODE)

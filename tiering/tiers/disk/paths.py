@@ -13,10 +13,12 @@ from outside can name a place above the root.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from tiering.keys import KEY_BYTES_MAX, chunk_key, split_key
+from tiering.keys import GROUP_BYTES, KEY_BYTES_MAX, chunk_key, split_key
 
 CONFIG_NAME = "config.json"
 CHUNK_SUFFIX = ".bin"
@@ -30,7 +32,7 @@ _SHARD = re.compile(r"[0-9a-f]{2,3}")
 _GROUP = re.compile(r"(?P<prefix>[0-9a-f]{0,2})_g(?P<group>\d{1,10})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FsPaths:
     """The paths of one rank of one namespace under `root` (absolute)."""
 
@@ -38,15 +40,15 @@ class FsPaths:
     namespace: str
     rank: int
 
-    @property
+    @cached_property
     def config_dir(self) -> Path:
         return self.root / self.namespace
 
-    @property
+    @cached_property
     def rank_dir(self) -> Path:
         return self.root / f"{self.namespace}_r{self.rank}"
 
-    @property
+    @cached_property
     def staging(self) -> Path:
         # Not in the rank directory, which then has its 4,096 shards and nothing else.
         return self.config_dir / f"{STAGING_NAME}{self.rank}"
@@ -60,9 +62,17 @@ class FsPaths:
         return self.root / MANIFEST_NAME
 
     def chunk(self, key: bytes) -> str:
-        """The file of `key`; ValueError where `key` cannot be one. Asked for each key of each
-        batch, so made without Path's cost."""
-        return f"{self.root}/{self.namespace}_r{self.rank}/{place_of(key)}"
+        """The file of `key`; ValueError where `key` cannot be one."""
+        return f"{self._above_chunks}{place_of(key)}"
+
+    def chunks(self, keys: Sequence[bytes]) -> list[str]:
+        """The files of `keys`. Asked for each batch, so made without Path's cost."""
+        above = self._above_chunks
+        return [above + place_of(key) for key in keys]
+
+    @cached_property
+    def _above_chunks(self) -> str:
+        return f"{self.rank_dir}/"
 
     def condemned(self, key: bytes) -> Path:
         """Where `key`'s file goes when its bytes are wrong; shortened to fit a file name."""
@@ -72,8 +82,9 @@ class FsPaths:
 
 def place_of(key: bytes) -> str:
     """Where the file of `key` lies below its rank directory; ValueError where it cannot be one."""
-    block_hash, group = split_key(key)
-    digits = block_hash.hex()
+    if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
+        split_key(key)  # which says what is wrong
+    digits, group = key[:-GROUP_BYTES].hex(), int.from_bytes(key[-GROUP_BYTES:], "big")
     return f"{digits[:3]}/{digits[3:5]}_g{group}/{digits}{CHUNK_SUFFIX}"
 
 

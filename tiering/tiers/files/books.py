@@ -250,7 +250,7 @@ class Books:
         """Directories that victims have left empty go, many at once: a chunk that comes later
         may want them again."""
         self._left.update((f"{each.directory}/{each.key[:3].hex()}", each) for each in victims)
-        if len(self._left) >= EMPTIED_MAX and not self._is_closing:
+        if len(self._left) >= max(EMPTIED_MAX, self.booked_chunks // 8) and not self._is_closing:
             left, self._left = list(self._left.values()), {}
             self._spawn(self._pool.call(Lane.WRITE, lambda: self._files.prune(left)))
 

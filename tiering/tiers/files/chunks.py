@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiering.errors import DamagedChunk, TierError
 from tiering.tiers import frame
@@ -51,6 +52,8 @@ class ChunkFiles:
         `paths.root` exists, on the file system that is to be written to. Raises OSError."""
         self._name = name
         self._paths = paths
+        self._root = str(paths.root)
+        self._staging = str(paths.staging)
         self._digest = digest
         self._chunk_bytes = chunk_bytes
         self.file_bytes = HEADER_BYTES + chunk_bytes
@@ -79,8 +82,9 @@ class ChunkFiles:
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
         """Fill `buffers`, and believe each only if its frame vouches for it."""
-        outcomes: list[ReadOutcome] = [self._not_a_key(key) for key in keys]
         places, paths = self._placed(keys)
+        outcomes: list[ReadOutcome] = [Read.MISS] * len(keys)
+        self._tell_others(keys, places, outcomes)
         if not places:
             return outcomes
         headers = self._headers(len(places))
@@ -98,8 +102,9 @@ class ChunkFiles:
     ) -> list[WriteOutcome]:
         """Store `buffers` under `keys`, each published whole. `spares[i]`, where it is given, is
         a file in the staging directory that is overwritten instead of making a new one."""
-        outcomes: list[WriteOutcome] = [self._not_a_key(key) for key in keys]
         places, finals = self._placed(keys)
+        outcomes: list[WriteOutcome] = [Write.REFUSED] * len(keys)
+        self._tell_others(keys, places, outcomes)
         if not places:
             return outcomes
         try:
@@ -109,7 +114,7 @@ class ChunkFiles:
         headers = self._headers(len(places))
         for at, header in zip(places, diskio.pages(headers), strict=True):
             frame.pack_fields(header, keys[at], self._digest, self._chunk_bytes)
-        temps = [spares[at] or f"{self._paths.staging}/{temp_name()}" for at in places]
+        temps = [spares[at] or f"{self._staging}/{temp_name()}" for at in places]
         reuse = [spares[at] is not None for at in places]
         wanted = [buffers[at] for at in places]
         try:
@@ -127,8 +132,10 @@ class ChunkFiles:
         return [self._failed(key, str(error)) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> list[DeleteOutcome]:
-        outcomes: list[DeleteOutcome] = [self._not_a_key(key) for key in keys]
-        for at, path in zip(*self._placed(keys), strict=True):
+        places, paths = self._placed(keys)
+        outcomes: list[DeleteOutcome] = [Delete.MISSING] * len(keys)
+        self._tell_others(keys, places, outcomes)
+        for at, path in zip(places, paths, strict=True):
             try:
                 os.unlink(path)
                 outcomes[at] = Delete.DELETED
@@ -176,14 +183,20 @@ class ChunkFiles:
 
     # Parts of the above
 
-    def _placed(self, keys: Sequence[bytes]) -> tuple[list[int], list[str]]:
+    def _placed(self, keys: Sequence[bytes]) -> tuple[Sequence[int], list[str]]:
         """Which of `keys` can have a file, and its path."""
-        places, paths = [], []
-        for at, key in enumerate(keys):
-            with contextlib.suppress(ValueError):
-                paths.append(self._paths.chunk(key))
-                places.append(at)
-        return places, paths
+        with contextlib.suppress(ValueError):
+            return range(len(keys)), self._paths.chunks(keys)
+        places = [at for at, key in enumerate(keys) if not why_not_a_key(key)]
+        return places, self._paths.chunks([keys[at] for at in places])
+
+    def _tell_others(
+        self, keys: Sequence[bytes], places: Sequence[int], outcomes: list[Any]
+    ) -> None:
+        """The outcome of what is not among `places`: it cannot be a key."""
+        if len(places) < len(keys):
+            for at in set(range(len(keys))).difference(places):
+                outcomes[at] = self._not_a_key(keys[at])
 
     def _contained(self, key: bytes, size: int) -> ReadOutcome:
         if size == self.file_bytes:
@@ -211,25 +224,26 @@ class ChunkFiles:
 
     def _write_outcome(self, key: bytes, number: int, temp: str, final: str) -> WriteOutcome:
         if number == UNNAMED:
-            try:
-                try:
-                    diskio.make_private_dirs(self._paths.root, Path(final).parent)
-                    os.rename(temp, final)
-                except FileNotFoundError:
-                    # Whoever prunes took the directory, empty as it was, under our hands.
-                    diskio.make_private_dirs(self._paths.root, Path(final).parent)
-                    os.rename(temp, final)
-            except OSError as error:
-                number = -(error.errno or errno.EIO)
-                with contextlib.suppress(OSError):
-                    os.unlink(temp)
-            else:
-                return Write.STORED
+            number = self._give_name(temp, final)
         if number == self.file_bytes:
             return Write.STORED
         if -number in diskio.NO_SPACE:
             return Write.FULL
         return self._failed(key, os.strerror(-number))
+
+    def _give_name(self, temp: str, final: str) -> int:
+        """Make the directory of `final` and rename `temp` to it; as `ChunkIo.write_files` says."""
+        try:
+            for _ in range(2):  # whoever prunes may take it, empty as it is, under our hands
+                diskio.make_leaf(self._paths.root, os.path.dirname(final))
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(temp, final)
+                    return self.file_bytes
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), final)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            return -(error.errno or errno.EIO)
 
     def _condemn(self, key: bytes, wrong: str) -> Failed:
         """Put the file of `key` out of reach: into quarantine while there is room, else away."""
@@ -252,7 +266,7 @@ class ChunkFiles:
         path = self._victim_path(victim)
         if victim.file_bytes != self.file_bytes:
             return (None, victim) if self.remove([victim]) else (None, None)
-        spare = f"{self._paths.staging}/{temp_name()}"
+        spare = f"{self._staging}/{temp_name()}"
         try:
             os.rename(path, spare)
         except (FileNotFoundError, NotADirectoryError):
@@ -263,7 +277,7 @@ class ChunkFiles:
         return spare, None
 
     def _victim_path(self, victim: Booked) -> str:
-        return f"{self._paths.root}/{victim.directory}/{place_of(victim.key)}"
+        return f"{self._root}/{victim.directory}/{place_of(victim.key)}"
 
     def _write(
         self,

@@ -60,11 +60,11 @@ class Geometry:
     payload_bytes: int
     slots_per_segment: int
 
-    @property
+    @cached_property
     def frame_bytes(self) -> int:
         return FRAME_HEADER_BYTES + self.payload_bytes
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return aligned(self.frame_bytes)
 
