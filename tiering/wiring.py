@@ -20,7 +20,7 @@ from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.tiers.base import Tier
 from tiering.tiers.disk.iopool import IoPool
-from tiering.tiers.files.books import Limits, chunk_disk_bytes
+from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
@@ -68,7 +68,7 @@ def _share_of(config: FsTierConfig, chunk_bytes: int) -> int | None:
     """Bytes that each root may take; ConfigError where that is less than a chunk."""
     if config.max_bytes is None:
         return None
-    share, need = config.max_bytes // len(config.roots), chunk_disk_bytes(chunk_bytes)
+    share, need = config.max_bytes // len(config.roots), max_bytes_for(1, chunk_bytes)
     if share < need:
         raise ConfigError(
             "secondary_tiers[].max_bytes",

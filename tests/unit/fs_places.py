@@ -15,7 +15,11 @@ KEYS = [key_number(i) for i in range(20)]
 
 
 def make_tier(root: Path, chunk_bytes: int = CHUNK_BYTES, **changes: Any) -> FsTier:
-    own = {name: changes.pop(name) for name in ("rank", "io", "limits") if name in changes}
+    own = {
+        name: changes.pop(name)
+        for name in ("rank", "io", "limits", "durability")
+        if name in changes
+    }
     return FsTier(
         root,
         example_namespace(**changes),

@@ -18,7 +18,7 @@ from tiering.errors import DamagedChunk
 from tiering.keys import chunk_key
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of, stored, views
 from tiering.tiers.base import Delete, Failed, Read, Write
-from tiering.tiers.files.chunks import QUARANTINED_FILES_MAX
+from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
 
 
 @contextmanager

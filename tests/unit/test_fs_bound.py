@@ -20,15 +20,14 @@ from tiering.tiers.base import Read, Write
 from tiering.tiers.disk import mounts
 from tiering.tiers.files import books as fs_books
 from tiering.tiers.files.bookings import disk_bytes
-from tiering.tiers.files.books import Limits
+from tiering.tiers.files.limits import EMPTIED_MIN, Limits, max_bytes_for
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.files.tier import FsTier
 
 FRAME = CHUNK_BYTES + 4096
 KEYS = [key_number(i) for i in range(400)]
 CHUNKS = 40
-# One chunk's place is kept aside for a damaged one.
-LIMIT = disk_bytes(CHUNKS, CHUNKS * FRAME) + FRAME
+LIMIT = max_bytes_for(CHUNKS, CHUNK_BYTES)
 BOUND = Limits(max_bytes=LIMIT, min_free_bytes=0)
 
 
@@ -184,13 +183,13 @@ async def test_chunks_of_other_namespaces_count_and_go_first_when_nobody_uses_th
 
 
 async def test_empty_directories_do_not_pile_up(tmp_path: Path) -> None:
-    small = Limits(max_bytes=disk_bytes(4, 4 * FRAME), min_free_bytes=0)
+    small = Limits(max_bytes=max_bytes_for(4, CHUNK_BYTES), min_free_bytes=0)
     async with opened(tmp_path, limits=small) as tier:
         for start in range(0, 2400, 4):
             keys = [key_number(start + i) for i in range(4)]
             await stored(tier, keys)
         found = sum(len(names) for _, names, _ in os.walk(tmp_path))
-        assert found < 2 * (fs_books.EMPTIED_MAX + 20)
+        assert found < 2 * (EMPTIED_MIN + 20)
 
 
 async def test_the_quarantine_is_within_the_bound(tmp_path: Path) -> None:
@@ -268,7 +267,7 @@ ENGINE = textwrap.dedent(
     sys.path.insert(0, sys.argv[1])
     from fs_places import Path, key_number, make_tier
     from tiering.testing.examples import payload_of, views
-    from tiering.tiers.files.books import Limits
+    from tiering.tiers.files.limits import EMPTIED_MIN, Limits, max_bytes_for
 
     root, bound, start, stop, step, chunk_bytes = Path(sys.argv[2]), *map(int, sys.argv[3:])
 

@@ -30,8 +30,7 @@ from tiering.testing.examples import (
 )
 from tiering.testing.faults import FaultyIo
 from tiering.tiers.base import Failed, Read, Write
-from tiering.tiers.files.bookings import disk_bytes
-from tiering.tiers.files.books import Limits
+from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
 from tiering_kernels.portable import PortableIo
 
@@ -46,7 +45,7 @@ QUICK: dict[str, Any] = {
 
 
 def bound(chunks: int) -> Limits:
-    return Limits(max_bytes=disk_bytes(chunks, chunks * FRAME), min_free_bytes=0)
+    return Limits(max_bytes=max_bytes_for(chunks, FRAME - 4096), min_free_bytes=0)
 
 
 @asynccontextmanager

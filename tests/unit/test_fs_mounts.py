@@ -13,7 +13,7 @@ import pytest
 from fs_places import files
 from tiering.testing.examples import example_namespace, key_number
 from tiering.tiers.base import Failed, Read, Write, WriteOutcome
-from tiering.tiers.files.books import Limits
+from tiering.tiers.files.limits import Limits
 from tiering.tiers.files.tier import FsTier
 
 CHUNK_BYTES = 64 << 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.keys import chunk_key
-from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, parse_directory
+from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, parse_directory, place_of
 
 PATHS = FsPaths(Path("/root"), "org_model_0123456789ab", 2)
 
@@ -61,3 +63,18 @@ def test_directories_say_what_they_are() -> None:
     assert config.rank is None
     for other in ("lost+found", "m_0123456789a", "m_0123456789ab_rx", "m_0123456789ab_r1.old"):
         assert parse_directory(other) is None
+
+
+def test_a_million_chunks_make_no_large_directory() -> None:
+    """By their names alone, which is all that decides; hashes are as good as random."""
+    chance = random.Random(7)
+    above: Counter[str] = Counter()
+    leaves: Counter[str] = Counter()
+    for _ in range(1_000_000):
+        leaf = place_of(chance.randbytes(32) + b"\0\0\0\0").rpartition("/")[0]
+        if leaf not in leaves:
+            above[leaf.partition("/")[0]] += 1
+        leaves[leaf] += 1
+    assert len(above) <= 4096
+    assert max(above.values()) <= 4096
+    assert max(leaves.values()) <= 4096

@@ -20,7 +20,7 @@ from tiering.errors import ConfigError
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of, stored, views
 from tiering.tiers.disk.paths import FsPaths
-from tiering.tiers.files.books import Limits
+from tiering.tiers.files.limits import Limits
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.segments.table import record_at
 from tiering.tiers.upkeep.ratelimit import RateLimit

@@ -17,7 +17,7 @@ from tiering.testing.simworld import ROW_BYTES, Kind, Site
 from tiering.tiers.base import Tier
 from tiering.tiers.disk.paths import CHUNK_SUFFIX
 from tiering.tiers.files.bookings import disk_bytes
-from tiering.tiers.files.books import Limits
+from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
@@ -108,7 +108,7 @@ KINDS = {
         _files_tier,
         operations=("sizes", "read_files", "write_files"),
         side_files=r"\.sqlite3(-wal)?$",
-        max_bytes=lambda chunks: disk_bytes(chunks, chunks * FRAME_BYTES),
+        max_bytes=lambda chunks: max_bytes_for(chunks, ROW_BYTES),
         used_bytes=_bytes_of_files,
         bury=_bury_files,
     ),

@@ -11,10 +11,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-# A chunk's own directory, and an eighth of one that an eviction has left empty and that stays for
-# a while, since a chunk to come may want it.
-DIRECTORY_BYTES = 4096 + 4096 // 8
-SHARD_BYTES = 4096
+DIRECTORY_BYTES = 4096
 SHARDS_MAX = 4096
 
 
@@ -65,7 +62,7 @@ class Totals(msgspec.Struct, frozen=True):
 def disk_bytes(chunks: int, file_bytes: int) -> int:
     """What `chunks` files of `file_bytes` together take on the disk with their directories: each
     may have a leaf directory of its own, and there are at most SHARDS_MAX above those."""
-    return file_bytes + DIRECTORY_BYTES * chunks + SHARD_BYTES * min(chunks, SHARDS_MAX)
+    return file_bytes + DIRECTORY_BYTES * (chunks + min(chunks, SHARDS_MAX))
 
 
 packed = msgspec.msgpack.Encoder().encode

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tiering.clock import Clock
@@ -29,12 +28,11 @@ from tiering.tiers.files.bookings import (
     ManifestBroken,
     ManifestBusy,
     ManifestFull,
-    disk_bytes,
 )
 from tiering.tiers.files.chunks import GONE, ChunkFiles
 from tiering.tiers.files.count import Shard, found_in, shards_of
+from tiering.tiers.files.limits import Limits
 from tiering.tiers.files.manifest import Manifest
-from tiering_kernels.chunkio import HEADER_BYTES
 
 log = logging.getLogger("tiering")
 
@@ -42,35 +40,15 @@ T = TypeVar("T")
 
 FLUSH_SECONDS = 1.0
 UNFLUSHED_MAX = 1 << 16
-EMPTIED_MAX = 64
 CHUNKS_WHEN_FULL = 16
 LOOK_SECONDS = 60.0
 COUNT_SECONDS_MAX = 1.0
 SETTLE_TRIES_MAX = 5
-_BYTES_MAX = (1 << 63) - 1
 
 COUNTERS = (
     *("evicted", "refused_counting"),
     *("manifest_busy", "manifest_full", "manifest_broken", "manifest_remade"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`max_bytes` of disk for all under the root, None for no such limit; `min_free_bytes` to be
-    left free on its file system, None for what `diskio` says. Above
-    `high_watermark` of what these allow, chunks are evicted until `low_watermark` of it."""
-
-    max_bytes: int | None = None
-    min_free_bytes: int | None = None
-    high_watermark: float = 1.0
-    low_watermark: float = 1.0
-
-
-def chunk_disk_bytes(chunk_bytes: int) -> int:
-    """The least that a tier for chunks of `chunk_bytes` has to be allowed: one of them, with its
-    directories or its part of a table."""
-    return disk_bytes(1, HEADER_BYTES + chunk_bytes)
 
 
 class Books:
@@ -84,16 +62,14 @@ class Books:
         limits: Limits,
         clock: Clock,
         pool: IoPool,
-        kept_aside_bytes: int,
     ) -> None:
-        """`clock` counts from 1970. `kept_aside_bytes` of the limit are for the quarantine."""
+        """`clock` counts from 1970."""
         self._name = name
         self._paths = paths
         self._files = files
         self._limits = limits
         self._clock = clock
         self._pool = pool
-        self._kept_aside_bytes = kept_aside_bytes
         self._owner = temps.owner_name()
         self._ticks = Ticks(clock)
         self._manifest: Manifest | None = None
@@ -238,19 +214,14 @@ class Books:
         """Bytes of disk that all under the root may take, and down to which to evict."""
         totals = manifest.totals()
         self.booked_chunks, self.booked_bytes = totals.chunks, totals.disk_bytes
-        limits = self._limits
-        allowed = _BYTES_MAX if limits.max_bytes is None else limits.max_bytes
-        allowed -= self._kept_aside_bytes
-        spare = diskio.spare_bytes(self._paths.root, limits.min_free_bytes)
-        # What is booked lies on that disk already, so only what is added takes of what is free.
-        allowed = max(0, min(allowed, totals.disk_bytes + spare))
-        return int(allowed * limits.high_watermark), int(allowed * limits.low_watermark)
+        spare = diskio.spare_bytes(self._paths.root, self._limits.min_free_bytes)
+        return self._limits.for_chunks(self._files.file_bytes, totals.disk_bytes, spare)
 
     def _prune(self, victims: Sequence[Booked]) -> None:
-        """Directories that victims have left empty go, many at once: a chunk that comes later
-        may want them again."""
+        """Directories that victims have left empty go, when they are many: a chunk that comes
+        later may want them again."""
         self._left.update((f"{each.directory}/{each.key[:3].hex()}", each) for each in victims)
-        if len(self._left) >= max(EMPTIED_MAX, self.booked_chunks // 8) and not self._is_closing:
+        if len(self._left) >= self._limits.emptied_max and not self._is_closing:
             left, self._left = list(self._left.values()), {}
             self._spawn(self._pool.call(Lane.WRITE, lambda: self._files.prune(left)))
 

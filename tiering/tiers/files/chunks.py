@@ -25,9 +25,8 @@ from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, place_of
 from tiering.tiers.disk.temps import temp_name
 from tiering.tiers.files.bookings import Booked
+from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
 from tiering_kernels.chunkio import BAD_CHECKSUM, HEADER_BYTES, UNNAMED, ChunkIo
-
-QUARANTINED_FILES_MAX = 64
 
 # The file is not there, or not any more.
 GONE = (-errno.ENOENT, -errno.ENOTDIR, -errno.ESTALE)

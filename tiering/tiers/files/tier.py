@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from tiering.clock import Clock, MonotonicClock, UnixClock
 from tiering.errors import ClosedError, DamagedChunk, TierError
-from tiering.layout import ALIGNMENT
 from tiering.metrics import Counters
 from tiering.namespace import Namespace
 from tiering.tiers.base import (
@@ -34,14 +33,14 @@ from tiering.tiers.disk.diskio import Direct, IoPath
 from tiering.tiers.disk.iopool import IoPool, Lane
 from tiering.tiers.disk.paths import CONFIG_NAME, FsPaths
 from tiering.tiers.files.batch import WriteBatch
-from tiering.tiers.files.books import Books, Limits
-from tiering.tiers.files.chunks import QUARANTINED_FILES_MAX, ChunkFiles
-from tiering_kernels.chunkio import ChunkIo, open_engine
+from tiering.tiers.files.books import Books
+from tiering.tiers.files.chunks import ChunkFiles
+from tiering.tiers.files.limits import Limits
+from tiering_kernels.chunkio import HEADER_BYTES, ChunkIo, open_engine
 
 Durability = Literal["none", "close", "batch"]
 
 SCAN_KEYS_MAX = 1024
-QUARANTINE_SHARE = 64
 # Chunks that one thread moves in one call: with io_uring it keeps that many under way at once.
 _SPAN_CHUNKS = {"uring": 32, "threads": 16, "portable": 4}
 _LOOKUP_SPAN_CHUNKS = 256
@@ -131,10 +130,7 @@ class FsTier(Tier):
                 config = self._paths.config_dir / CONFIG_NAME
                 await configfile.agree(config, self._namespace.describe())
                 files = await self._pool.call(Lane.WRITE, self._prepare)
-                kept_aside = self._quarantined_max * files.file_bytes
-                books = Books(
-                    self.name, self._paths, files, self._limits, self._clock, self._pool, kept_aside
-                )
+                books = Books(self.name, self._paths, files, self._limits, self._clock, self._pool)
                 await books.open()
             except OSError as error:
                 raise diskio.open_error(self.name, self._paths.root, error) from error
@@ -250,14 +246,6 @@ class FsTier(Tier):
             if buffer.nbytes != self._chunk_bytes:
                 raise ValueError(f"a buffer of {buffer.nbytes} bytes, not {self._chunk_bytes}")
 
-    @property
-    def _quarantined_max(self) -> int:
-        """Damaged files kept aside: few, and a small part of what the tier may hold."""
-        file_bytes, limit = self._chunk_bytes + ALIGNMENT, self._limits.max_bytes
-        if limit is None:
-            return QUARANTINED_FILES_MAX
-        return min(QUARANTINED_FILES_MAX, limit // QUARANTINE_SHARE // file_bytes)
-
     def _make_directories(self) -> None:
         root = self._paths.root
         diskio.make_private_dir(root)
@@ -278,7 +266,7 @@ class FsTier(Tier):
             self._io,
             self._direct,
             self._durability == "batch",
-            self._quarantined_max,
+            self._limits.quarantined_max(self._chunk_bytes + HEADER_BYTES),
         )
 
     def _sync(self) -> None:

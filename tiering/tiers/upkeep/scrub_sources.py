@@ -21,7 +21,8 @@ from tiering.keys import split_key
 from tiering.tiers import frame
 from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import FsPaths, is_shard
-from tiering.tiers.files.chunks import GONE, QUARANTINED_FILES_MAX
+from tiering.tiers.files.chunks import GONE
+from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
 from tiering.tiers.segments import survey as segment_survey
 from tiering.tiers.segments import table as segment_table
 from tiering.tiers.segments.files import TABLE_NAME
