@@ -6,6 +6,7 @@ import hashlib
 import struct
 from pathlib import Path
 
+import pytest
 import xxhash
 
 from tiering.testing.contract import TierContract
@@ -66,9 +67,11 @@ class TestUring(FilesContract):
     engine = "uring"
 
 
+@pytest.mark.slow
 class TestThreads(FilesContract):
     engine = "threads"
 
 
+@pytest.mark.slow
 class TestPortable(FilesContract):
     engine = "portable"

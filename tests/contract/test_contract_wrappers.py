@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from test_contract_fs import TestFsTier as _FsContract
+import pytest
+from test_contract_fs import TestUring as _FsContract
 from test_contract_memory import TestMemoryTier as _MemoryContract
 
 from tiering.clock import MonotonicClock
@@ -22,6 +23,7 @@ class TestGuardedMemoryTier(_MemoryContract):
         return GuardedTier(super().make_tier(where), MonotonicClock())
 
 
+@pytest.mark.slow
 class TestGuardedFsTier(_FsContract):
     def make_tier(self, where: Path) -> Tier:
         return GuardedTier(super().make_tier(where), MonotonicClock())
@@ -52,6 +54,7 @@ class TestStripedMemoryTier(_MemoryContract):
         held[key] = bytes([payload[0] ^ 1]) + payload[1:], checksum
 
 
+@pytest.mark.slow
 class TestStripedFsTier(_FsContract):
     """Each root guarded, as it is to be used. See above for the raw helpers."""
 

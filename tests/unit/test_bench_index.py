@@ -12,6 +12,8 @@ from tiering_benchmarks import index
 from tiering_benchmarks.cli import main
 from tiering_benchmarks.tiers_run import WrongAnswer
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_restarts_over_both_layouts_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,8 @@ from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of
 from tiering.tiers.base import Read
 from tiering.tiers.files.limits import Limits, max_bytes_for
 
+pytestmark = pytest.mark.slow
+
 KILLS, BATCH, CHUNKS = 20, 6, 40
 LIMITS = Limits(max_bytes_for(CHUNKS, CHUNK_BYTES), min_free_bytes=0)
 

@@ -65,6 +65,7 @@ def test_directories_say_what_they_are() -> None:
         assert parse_directory(other) is None
 
 
+@pytest.mark.slow
 def test_a_million_chunks_make_no_large_directory() -> None:
     """By their names alone, which is all that decides; hashes are as good as random."""
     chance = random.Random(7)

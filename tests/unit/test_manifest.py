@@ -105,7 +105,6 @@ def test_a_process_that_is_gone_leaves_its_flights(tmp_path: Path) -> None:
     flight = dead.admit("d", KEYS[4:6], SIZE, ROOM[4], ROOM[4])
     dead.close()
     heir = Manifest(path, "heir", 6.0)
-    assert not heir.is_new
     assert heir.others() == [("dead", 5)]
     assert heir.inherit("dead") == [flight]
     heir.settle(flight, {KEYS[4]: 9}, kept=[])
@@ -127,6 +126,20 @@ def test_counting_makes_the_books_agree(manifest: Manifest) -> None:
     assert manifest.totals().file_bytes == 5 * SIZE
     first = min(KEYS[1:6])
     assert manifest.booked("d", first, first + b"\0") == [first]
+
+
+def test_a_table_counts_for_nobody_until_somebody_has_counted(tmp_path: Path) -> None:
+    """Or a second engine would take what the first has found so far for all there is."""
+    first = Manifest(tmp_path / "manifest", "first", 0.0)
+    second = Manifest(tmp_path / "manifest", "second", 0.0)
+    assert not first.is_counted
+    assert not second.is_counted
+    second.close()
+    first.counted()
+    first.close()
+    third = Manifest(tmp_path / "manifest", "third", 0.0)
+    assert third.is_counted
+    third.close()
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "truncated", "another program's", "newer"])
@@ -153,7 +166,7 @@ def test_a_table_that_cannot_be_used_says_so_and_nothing_else(tmp_path: Path, da
     except ManifestBroken:
         return
     try:
-        assert opened.is_new or not opened.is_sound()
+        assert not opened.is_counted or not opened.is_sound()
     finally:
         opened.close()
 

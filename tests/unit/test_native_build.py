@@ -16,6 +16,8 @@ import pytest
 from tiering_kernels import native
 from tiering_kernels.chunkio import EngineUnavailable, open_engine
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "kernels" / "tiering_kernels" / "csrc"
 

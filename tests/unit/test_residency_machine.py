@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,6 +19,8 @@ from tiering.residency.core import Residency
 from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 from tiering.residency.state import SlotState
 from tiering.testing.clocks import ManualClock
+
+pytestmark = pytest.mark.slow
 
 SLOTS, TIERS, OWNERS = 5, 2, 4
 CHAINS = [[f"{name}{i}".encode() for i in range(6)] for name in "ab"]

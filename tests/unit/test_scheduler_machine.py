@@ -10,12 +10,15 @@ import random
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gated import GATHER, SCATTER
 from mini_vllm import DEADLINE_SECONDS, MiniVllm
 from tiering.residency.plan import Promote
+
+pytestmark = pytest.mark.slow
 
 # Three prefixes; the third parts from the first after a while.
 PREFIXES = {

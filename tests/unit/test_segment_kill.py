@@ -16,6 +16,8 @@ from tiering.testing.examples import blank, key_number, payload_of
 from tiering.tiers.base import Read
 from tiering.tiers.disk import diskio
 
+pytestmark = pytest.mark.slow
+
 BATCH = 6
 STORM = """
     import asyncio, os, sys

@@ -22,6 +22,8 @@ from tiering.testing.simloop import Deadlock, Livelock, SimClock, SimLoop, SimPo
 from tiering.testing.simulation import Failure, run
 from tiering.tiers.disk.iopool import IoPool, Lane
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 SEEDS = {"memory": range(20), "files": range(10), "segments": range(12)}
 

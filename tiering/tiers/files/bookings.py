@@ -1,4 +1,4 @@
-"""What the manifest of the files layout speaks of: bookings, flights, totals, and its errors.
+"""What the manifest of the files layout speaks of: bookings, flights, totals, its schema and errors.
 
 Plain values and pure functions, safe in any thread.
 """
@@ -13,6 +13,21 @@ import msgspec
 
 DIRECTORY_BYTES = 4096
 SHARDS_MAX = 4096
+
+# `total` counts all that is booked, of which the `leaving` are victims of flights.
+SCHEMA = """
+CREATE TABLE place(id INTEGER PRIMARY KEY, directory TEXT NOT NULL UNIQUE);
+CREATE TABLE owner(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, beat INTEGER NOT NULL);
+CREATE TABLE flight(id INTEGER PRIMARY KEY, owner INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE chunk(
+    place INTEGER NOT NULL, key BLOB NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL,
+    PRIMARY KEY(place, key)) WITHOUT ROWID;
+CREATE INDEX recency ON chunk(tick);
+CREATE TABLE total(
+    chunks INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    leaving INTEGER NOT NULL, leaving_bytes INTEGER NOT NULL);
+INSERT INTO total VALUES(0, 0, 0, 0);
+"""
 
 
 class ManifestBroken(Exception):

@@ -44,6 +44,7 @@ CHUNKS_WHEN_FULL = 16
 LOOK_SECONDS = 60.0
 COUNT_SECONDS_MAX = 1.0
 SETTLE_TRIES_MAX = 5
+OPEN_TRIES_MAX, OPEN_SECONDS = 20, 0.02
 
 COUNTERS = (
     *("evicted", "refused_counting"),
@@ -322,11 +323,20 @@ class Books:
     async def _make(self, may_reuse: bool) -> None:
         """Open the manifest; a new one, or one that is not sound, is filled by counting."""
         now = self._clock.now()
-        manifest = await self._pool.call(Lane.WRITE, lambda: self._opened(may_reuse, now))
+        for attempt in range(OPEN_TRIES_MAX):
+            try:
+                manifest = await self._pool.call(Lane.WRITE, lambda: self._opened(may_reuse, now))
+                break
+            except ManifestBusy:
+                # Others open it at the same moment; SQLite does not wait for that by itself.
+                self.counters.add("manifest_busy")
+                await asyncio.sleep(OPEN_SECONDS * (attempt + 1))
+        else:
+            return  # tried again by whoever writes, LOOK_SECONDS after the last look
         self._manifest = manifest
         self._ticks.after(await self._ask(lambda manifest: manifest.newest_tick()) or 0)
-        self._is_counted = not manifest.is_new
-        if manifest.is_new or await self._settle_the_dead():
+        self._is_counted = manifest.is_counted
+        if not manifest.is_counted or await self._settle_the_dead():
             self._counting = self._spawn(self._count())
 
     def _opened(self, may_reuse: bool, now: float) -> Manifest:
@@ -339,7 +349,7 @@ class Books:
         if may_reuse:
             with contextlib.suppress(ManifestBroken):
                 manifest = Manifest(path, self._owner, now)
-                if manifest.is_new or manifest.is_sound():
+                if not manifest.is_counted or manifest.is_sound():
                     return manifest
                 manifest.close()
         for name in ("", "-wal", "-shm"):
@@ -358,6 +368,7 @@ class Books:
 
             await self._ask(count)
             await asyncio.sleep(0)
+        await self._ask(lambda manifest: manifest.counted())
         self._is_counted = self._manifest is not None
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

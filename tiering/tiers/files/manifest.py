@@ -19,6 +19,7 @@ from pathlib import Path
 from tiering.tiers.disk.diskio import create_private
 from tiering.tiers.files.bookings import (
     DIRECTORY_BYTES,
+    SCHEMA,
     Booked,
     Flight,
     ManifestBroken,
@@ -34,20 +35,7 @@ VERSION = 1
 BUSY_SECONDS_MAX = 5.0
 CACHE_BYTES = 16 << 20
 _KEYS_IN_STATEMENT = 512
-
-_SCHEMA = """
-CREATE TABLE place(id INTEGER PRIMARY KEY, directory TEXT NOT NULL UNIQUE);
-CREATE TABLE owner(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, beat INTEGER NOT NULL);
-CREATE TABLE flight(id INTEGER PRIMARY KEY, owner INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE chunk(
-    place INTEGER NOT NULL, key BLOB NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL,
-    PRIMARY KEY(place, key)) WITHOUT ROWID;
-CREATE INDEX recency ON chunk(tick);
-CREATE TABLE total(
-    chunks INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    leaving INTEGER NOT NULL, leaving_bytes INTEGER NOT NULL);
-INSERT INTO total VALUES(0, 0, 0, 0);
-"""
+_COUNTED = 1
 
 
 class Manifest:
@@ -71,7 +59,7 @@ class Manifest:
             )
         try:
             with translated():
-                self.is_new = self._prepare()
+                self.is_counted = self._prepare()
                 self._owner = self._enrol(owner, now_seconds)
         except BaseException:
             self.close()
@@ -275,7 +263,7 @@ class Manifest:
     # Parts of the above
 
     def _prepare(self) -> bool:
-        """Whether the table had to be made."""
+        """Whether the table has been compared with the files since it was made."""
         db = self._db
         # A killed process loses nothing to the page cache; a power cut may, and is checked for.
         for pragma in (
@@ -287,14 +275,20 @@ class Manifest:
         with self._change():
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                for statement in _SCHEMA.split(";"):
+                for statement in SCHEMA.split(";"):
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {VERSION}")
-                return True
+                return False
             if version != VERSION:
                 raise ManifestBroken(f"version {version}, not {VERSION}")
             self._recount()
-        return False
+            (counted,) = db.execute("PRAGMA application_id").fetchone()
+        return bool(counted == _COUNTED)
+
+    def counted(self) -> None:
+        """Every file under the root has been booked."""
+        with self._change() as db:
+            db.execute(f"PRAGMA application_id = {_COUNTED}")
 
     def is_sound(self) -> bool:
         """Read the whole table and see whether it is well formed."""
