@@ -1,4 +1,4 @@
-"""What the manifest of the files layout speaks of: bookings, flights, totals, its schema and errors.
+"""What the manifest of the files layout speaks of: its schema, bookings, flights, totals, errors.
 
 Plain values and pure functions, safe in any thread.
 """
