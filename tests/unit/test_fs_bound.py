@@ -259,6 +259,29 @@ async def test_a_disk_that_others_fill_costs_chunks_and_no_store_for_long(tmp_pa
             await stored(tier, KEYS[310:390])
 
 
+@pytest.mark.parametrize("manifest", ["there", "lost"])
+async def test_a_tier_that_starts_on_a_full_disk_serves_and_makes_room(
+    tmp_path: Path, manifest: str
+) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        async with opened(disk / "kv", limits=Limits(min_free_bytes=0)) as tier:
+            await stored(tier, KEYS[:200])
+        if manifest == "lost":
+            shutil.rmtree(disk / "kv" / ".manifest")
+        with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as other:
+            while True:
+                other.write(b"x" * 4096)
+        assert os.statvfs(disk).f_bavail == 0
+        async with opened(disk / "kv", limits=Limits(min_free_bytes=0)) as tier:
+            assert await tier.read(KEYS[:200], blank(200)) == [Read.HIT] * 200
+            for _ in range(3):
+                outcomes = await tier.write(
+                    KEYS[300:302], views([payload_of(k) for k in KEYS[300:302]])
+                )
+            assert set(outcomes) <= {Write.STORED, Write.ALREADY_THERE}
+            assert await tier.read(KEYS[300:302], blank(2)) == [Read.HIT] * 2
+
+
 # Several engines, in processes of their own
 
 ENGINE = textwrap.dedent(

@@ -331,6 +331,11 @@ class Books:
                 # Others open it at the same moment; SQLite does not wait for that by itself.
                 self.counters.add("manifest_busy")
                 await asyncio.sleep(OPEN_SECONDS * (attempt + 1))
+            except (ManifestFull, ManifestBroken) as error:
+                # A full disk, most likely. One in memory knows whom to evict, which makes room.
+                log.warning("%s: the manifest is kept in memory: %s", self._name, error)
+                manifest = Manifest(None, self._owner, now)
+                break
         else:
             return  # tried again by whoever writes, LOOK_SECONDS after the last look
         self._manifest = manifest
