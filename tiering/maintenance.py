@@ -17,7 +17,8 @@ from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.upkeep.collect import Candidate, Collector, Plan
 from tiering.tiers.upkeep.scrub import Finding, Scrub, ScrubReport
 from tiering.tiers.upkeep.survey import NamespaceSurvey, survey
-from tiering_kernels.chunkio import ENGINES, EngineUnavailable, open_engine
+from tiering_kernels.chunkio import ENGINES, EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 __all__ = [
     "Candidate",

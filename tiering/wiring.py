@@ -25,7 +25,8 @@ from tiering.tiers.files.tier import FsTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
 from tiering.tiers.wrappers.striped import StripedTier
-from tiering_kernels.chunkio import EngineUnavailable, open_engine
+from tiering_kernels.chunkio import EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 __all__ = [
     "build_core",

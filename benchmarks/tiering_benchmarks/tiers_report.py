@@ -18,7 +18,7 @@ from tiering.layout import ALIGNMENT
 from tiering_benchmarks.scheduler import Spread
 from tiering_benchmarks.tiers_run import COLD, EXISTS, OPERATIONS, WARM, WRITE, Cost, Samples
 from tiering_benchmarks.tiers_sides import FILES, FIO, SEGMENTS, VLLM
-from tiering_kernels.chunkio import open_engine
+from tiering_kernels.engines import open_engine
 
 GB = 10**9
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}

@@ -122,21 +122,3 @@ def check_batch(
 
 class EngineUnavailable(RuntimeError):
     """The engine that was asked for cannot work here; says why."""
-
-
-def open_engine(wanted: Engine | Literal["auto"] = "auto") -> ChunkIo:
-    """The engine `wanted`, or with `auto` the first of ENGINES that works here.
-
-    EngineUnavailable, with the reason, where a named one does not.
-    """
-    from tiering_kernels import native, portable
-
-    reasons: list[str] = []
-    for engine in ENGINES if wanted == "auto" else (wanted,):
-        if engine == "portable":
-            return portable.PortableIo()
-        try:
-            return native.NativeIo(engine)
-        except EngineUnavailable as error:
-            reasons.append(str(error))
-    raise EngineUnavailable("; ".join(reasons))

@@ -13,7 +13,8 @@ from tiering.testing.contract import TierContract
 from tiering.testing.examples import CHUNK_BYTES, example_namespace
 from tiering.tiers.base import Tier
 from tiering.tiers.files.tier import FsTier
-from tiering_kernels.chunkio import Engine, open_engine
+from tiering_kernels.chunkio import Engine
+from tiering_kernels.engines import open_engine
 
 NAMESPACE = example_namespace()
 

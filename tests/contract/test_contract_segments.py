@@ -17,7 +17,8 @@ from tiering.tiers.base import Tier
 from tiering.tiers.disk import diskio
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.segments.tier import SegmentTier
-from tiering_kernels.chunkio import ENGINES, ChunkIo, EngineUnavailable, open_engine
+from tiering_kernels.chunkio import ENGINES, ChunkIo, EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 NAMESPACE = example_namespace()
 SLOT_BYTES = 4096 + CHUNK_BYTES

@@ -21,7 +21,8 @@ from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.segments.files import SegmentFiles
 from tiering.tiers.segments.table import Geometry
 from tiering.tiers.segments.tier import SegmentTier
-from tiering_kernels.chunkio import ENGINES, ChunkIo, EngineUnavailable, open_engine
+from tiering_kernels.chunkio import ENGINES, ChunkIo, EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 NAMESPACE = example_namespace()
 DIGEST = NAMESPACE.digest_of_rank(0)

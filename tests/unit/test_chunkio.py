@@ -30,8 +30,8 @@ from tiering_kernels.chunkio import (
     HEADER_BYTES,
     ChunkIo,
     Engine,
-    open_engine,
 )
+from tiering_kernels.engines import open_engine
 
 
 @pytest.fixture(params=ENGINES)

@@ -28,13 +28,8 @@ from frame_batches import (
     segment,
     write,
 )
-from tiering_kernels.chunkio import (
-    BAD_CHECKSUM,
-    ENGINES,
-    UNNAMED,
-    ChunkIo,
-    open_engine,
-)
+from tiering_kernels.chunkio import BAD_CHECKSUM, ENGINES, UNNAMED, ChunkIo
+from tiering_kernels.engines import open_engine
 
 COUNT = 40  # more than any engine has under way at once
 
@@ -217,7 +212,7 @@ from pathlib import Path
 from frame_batches import Frames
 from frame_batches import read_back, write
 from test_chunkio_process import descriptors
-from tiering_kernels.chunkio import open_engine
+from tiering_kernels.engines import open_engine
 
 io, directory = open_engine(sys.argv[1]), Path(sys.argv[2])
 before = len(descriptors())
@@ -300,7 +295,7 @@ import sys
 from pathlib import Path
 from frame_batches import Frames, contents, names, segment
 from frame_batches import read_back, write
-from tiering_kernels.chunkio import open_engine
+from tiering_kernels.engines import open_engine
 
 io, directory = open_engine(sys.argv[1]), Path(sys.argv[2])
 for payload_bytes in (65536, 20001):
@@ -352,7 +347,8 @@ def forbid():
 
 from frame_batches import Frames
 from frame_batches import read_back, write
-from tiering_kernels.chunkio import EngineUnavailable, open_engine
+from tiering_kernels.chunkio import EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 early = open_engine("uring")
 forbid()

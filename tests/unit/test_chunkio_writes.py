@@ -25,14 +25,8 @@ from frame_batches import (
     written,
 )
 from page_gate import PageGate
-from tiering_kernels.chunkio import (
-    ENGINES,
-    HEADER_BYTES,
-    UNNAMED,
-    ChunkIo,
-    Engine,
-    open_engine,
-)
+from tiering_kernels.chunkio import ENGINES, HEADER_BYTES, UNNAMED, ChunkIo, Engine
+from tiering_kernels.engines import open_engine
 
 
 @pytest.fixture(params=ENGINES)

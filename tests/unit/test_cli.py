@@ -22,7 +22,8 @@ from tiering.testing.examples import example_namespace, stored
 from tiering.tiers.disk import mounts
 from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.files.tier import FsTier
-from tiering_kernels.chunkio import ChunkIo, EngineUnavailable, open_engine
+from tiering_kernels.chunkio import ChunkIo, EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ STORM = textwrap.dedent(
     from test_fs_kill import BATCH, LIMITS, Path, key_number, opened, payload_of
     from tiering.testing.examples import views
     from tiering.tiers.base import Write
-    from tiering_kernels.chunkio import open_engine
+    from tiering_kernels.engines import open_engine
 
     root, first, durability, engine = Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 from tiering_kernels import native
-from tiering_kernels.chunkio import EngineUnavailable, open_engine
+from tiering_kernels.chunkio import EngineUnavailable
+from tiering_kernels.engines import open_engine
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.segments.table import record_at
 from tiering.tiers.upkeep.ratelimit import RateLimit
 from tiering.tiers.upkeep.scrub import EXAMPLES_MAX, Scrub, ScrubReport
-from tiering_kernels.chunkio import open_engine
+from tiering_kernels.engines import open_engine
 from tiering_kernels.portable import PortableIo
 
 FRAME_BYTES = 4096 + CHUNK_BYTES

@@ -36,7 +36,8 @@ from tiering.tiers.files.batch import WriteBatch
 from tiering.tiers.files.books import Books
 from tiering.tiers.files.chunks import ChunkFiles
 from tiering.tiers.files.limits import Limits
-from tiering_kernels.chunkio import HEADER_BYTES, ChunkIo, open_engine
+from tiering_kernels.chunkio import HEADER_BYTES, ChunkIo
+from tiering_kernels.engines import open_engine
 
 Durability = Literal["none", "close", "batch"]
 
