@@ -117,3 +117,12 @@ class Tier(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Finish what is under way and let go of threads and descriptors. May be called twice."""
+
+
+def check_buffers(keys: Sequence[bytes], buffers: Sequence[memoryview], chunk_bytes: int) -> None:
+    """ValueError where `buffers` are not one for each key, each of `chunk_bytes`."""
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys with {len(buffers)} buffers")
+    for buffer in buffers:
+        if buffer.nbytes != chunk_bytes:
+            raise ValueError(f"a buffer of {buffer.nbytes} bytes, not {chunk_bytes}")

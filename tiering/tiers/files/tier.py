@@ -27,6 +27,7 @@ from tiering.tiers.base import (
     Tier,
     Write,
     WriteOutcome,
+    check_buffers,
 )
 from tiering.tiers.disk import configfile, diskio, temps
 from tiering.tiers.disk.diskio import Direct, IoPath
@@ -151,7 +152,7 @@ class FsTier(Tier):
 
     async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
         async with self._using() as (files, books):
-            self._check_buffers(keys, buffers)
+            check_buffers(keys, buffers, self._chunk_bytes)
             # So that our own evictions leave them alone; those of others make them misses.
             books.reading.update(keys)
             try:
@@ -173,7 +174,7 @@ class FsTier(Tier):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[WriteOutcome]:
         async with self._using() as (files, books):
-            self._check_buffers(keys, buffers)
+            check_buffers(keys, buffers, self._chunk_bytes)
             batch = WriteBatch(files, books, self._pool, self._span, keys, buffers)
             outcomes = await batch.carry_out()
             self._counters.tally(outcomes, _WRITE_COUNTERS, "write_errors")
@@ -239,13 +240,6 @@ class FsTier(Tier):
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
-
-    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys with {len(buffers)} buffers")
-        for buffer in buffers:
-            if buffer.nbytes != self._chunk_bytes:
-                raise ValueError(f"a buffer of {buffer.nbytes} bytes, not {self._chunk_bytes}")
 
     def _make_directories(self) -> None:
         root = self._paths.root

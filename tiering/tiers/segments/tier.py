@@ -27,6 +27,7 @@ from tiering.tiers.base import (
     Tier,
     Write,
     WriteOutcome,
+    check_buffers,
 )
 from tiering.tiers.disk.diskio import IoPath
 from tiering.tiers.disk.iopool import IoPool, Lane
@@ -160,7 +161,7 @@ class SegmentTier(Tier):
 
     async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
         with self._inside():
-            self._check_buffers(keys, buffers)
+            check_buffers(keys, buffers, self._chunk_bytes)
             outcomes: list[ReadOutcome] = [Read.MISS] * len(keys)
             slots = self._index.begin_read(keys, self._now_tick())
             found = [at for at, slot in enumerate(slots) if slot >= 0]
@@ -185,7 +186,7 @@ class SegmentTier(Tier):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[WriteOutcome]:
         with self._inside():
-            self._check_buffers(keys, buffers)
+            check_buffers(keys, buffers, self._chunk_bytes)
             outcomes: list[WriteOutcome] = [Write.FULL] * len(keys)
             left = list(range(len(keys)))
             for at, key in enumerate(keys):
@@ -267,13 +268,6 @@ class SegmentTier(Tier):
             self._n_under_way -= 1
             if not self._n_under_way:
                 self._idle.set()
-
-    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys with {len(buffers)} buffers")
-        for buffer in buffers:
-            if buffer.nbytes != self._chunk_bytes:
-                raise ValueError(f"a buffer of {buffer.nbytes} bytes, not {self._chunk_bytes}")
 
     def _now_tick(self) -> int:
         return int(self._clock.now() * 1e6)
