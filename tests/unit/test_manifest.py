@@ -116,6 +116,19 @@ def test_a_process_that_is_gone_leaves_its_flights(tmp_path: Path) -> None:
     assert Manifest(path, "next", 7.0).others() == []
 
 
+def test_a_process_that_was_thought_gone_comes_back(tmp_path: Path) -> None:
+    """As one in another container may be, when it has not been heard of for long."""
+    path = tmp_path / "manifest"
+    silent, heir = Manifest(path, "silent", 0.0), Manifest(path, "heir", 9.0)
+    assert heir.inherit("silent") == []
+    silent.beat(10.0)
+    flight = silent.admit("d", KEYS[:2], SIZE, HUGE, HUGE)
+    assert heir.others() == [("silent", 10)]
+    assert heir.inherit("silent") == [flight]
+    silent.close()
+    heir.close()
+
+
 def test_counting_makes_the_books_agree(manifest: Manifest) -> None:
     store(manifest, KEYS[:3])
     found = [Booked("d", key, SIZE, 7) for key in KEYS[2:6]]

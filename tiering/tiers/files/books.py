@@ -286,6 +286,7 @@ class Books:
         def look(manifest: Manifest) -> tuple[list[str], list[Flight]]:
             if not manifest.is_current:
                 raise ManifestBroken("somebody removed it")
+            manifest.beat(now)
             owners = manifest.others()
             dead = [name for name, beat in owners if temps.is_gone(name, now - beat)]
             return dead, [flight for name in dead for flight in manifest.inherit(name)]

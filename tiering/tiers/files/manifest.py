@@ -47,6 +47,7 @@ class Manifest:
             with suppress(FileExistsError):
                 os.close(create_private(path, os.O_RDWR))  # SQLite gives its other files this mode
         self._path = path
+        self._owner_name = owner
         self._places: dict[str, int] = {}
         self._directories: dict[int, str] = {}
         with translated():
@@ -227,8 +228,12 @@ class Manifest:
             return [key for (key,) in rows]
 
     def beat(self, now_seconds: float) -> None:
+        """This process is alive, whatever others may have thought."""
         with self._change() as db:
-            db.execute("UPDATE owner SET beat = ? WHERE id = ?", (int(now_seconds), self._owner))
+            db.execute(
+                "INSERT OR REPLACE INTO owner VALUES(?, ?, ?)",
+                (self._owner, self._owner_name, int(now_seconds)),
+            )
 
     def others(self) -> list[tuple[str, float]]:
         """The other processes that have the table open, or had it when they ended without a
