@@ -115,11 +115,13 @@ def _engine(name: str) -> ChunkIo:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 class TestPortable(SegmentContract):
     def engine(self) -> ChunkIo:
         return _engine("portable")
 
 
+@pytest.mark.slow
 class TestThreads(SegmentContract):
     def engine(self) -> ChunkIo:
         return _engine("threads")

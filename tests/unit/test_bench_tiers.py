@@ -60,6 +60,7 @@ def check_costs(found: dict[str, Any], sides: Sequence[str], of: Sequence[str]) 
             assert all(cost["seconds"] > 0 for repeats in costs.values() for cost in repeats)
 
 
+@pytest.mark.slow
 def test_it_measures_our_tiers_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_it_measures_our_tiers_and_leaves_nothing(
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.slow
 def test_fio_moves_as_many_bytes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     assert run_small(tmp_path, "fio", "--json", str(figures)) == 0
@@ -125,8 +127,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_it_removes_what_it_wrote(tmp_path: Path, number: signal.Signals) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("these tests run where that signal is ignored, as in a shell's background")
     command = [sys.executable, "-m", "tiering_benchmarks.cli", "tiers", "--dir", str(tmp_path)]
     command += ["--sizes", "4KiB", "--bytes", "256KiB", "--batch", "4", "--sides", "files"]
     command += ["--repeats", "10000"]

@@ -31,6 +31,8 @@ from frame_batches import (
 from tiering_kernels.chunkio import BAD_CHECKSUM, ENGINES, UNNAMED, ChunkIo
 from tiering_kernels.engines import open_engine
 
+pytestmark = pytest.mark.slow
+
 COUNT = 40  # more than any engine has under way at once
 
 

@@ -399,6 +399,7 @@ def test_no_root_is_one_sentence_and_exit_code_1(name: str, tmp_path: Path, caps
         assert err == f"tiering: {path} {why}; give the root_dir of an fs tier\n"
 
 
+@pytest.mark.slow
 def test_a_real_process_says_no_traceback(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage"
     garbage.write_bytes(b"\x00\xff\xfe" * 100)

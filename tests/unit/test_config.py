@@ -489,6 +489,7 @@ names = st.sampled_from([*ConnectorConfig.model_fields, *FsTierConfig.model_fiel
 objects = st.dictionaries(names, json_values | st.lists(st.dictionaries(names, json_values)))
 
 
+@pytest.mark.slow
 @given(objects)
 def test_whatever_is_given_is_settings_or_a_config_error(data: dict[str, object]) -> None:
     for model_class in (ConnectorConfig, StoreConfig):

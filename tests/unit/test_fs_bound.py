@@ -182,6 +182,7 @@ async def test_chunks_of_other_namespaces_count_and_go_first_when_nobody_uses_th
         assert len(await held(old)) == 10
 
 
+@pytest.mark.slow
 async def test_empty_directories_do_not_pile_up(tmp_path: Path) -> None:
     small = Limits(max_bytes=max_bytes_for(4, CHUNK_BYTES), min_free_bytes=0)
     async with opened(tmp_path, limits=small) as tier:
@@ -370,6 +371,7 @@ async def test_two_engines_with_a_restart_between_stay_within_one_bound(
         assert batches == set(range(min(batches, default=0), -(-quarter // step))) or not batches
 
 
+@pytest.mark.slow
 async def test_what_a_killed_engine_had_on_its_way_is_settled_by_the_next(tmp_path: Path) -> None:
     for _ in range(3):
         killed = engine(tmp_path, LIMIT, 0, 400, 20)

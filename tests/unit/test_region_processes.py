@@ -17,6 +17,8 @@ from tiering.errors import RegionError
 from tiering.tiers import hostfile
 from tiering.tiers.host import Geometry, Region, region_name, sweep
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_open_in_any_order(tmp_path: Path, child: Callable[..., Child]) -> None:
     """Four workers at once, and the scheduler among them."""

@@ -28,6 +28,8 @@ from tiering.tiers.upkeep.scrub import EXAMPLES_MAX, Scrub, ScrubReport
 from tiering_kernels.engines import open_engine
 from tiering_kernels.portable import PortableIo
 
+pytestmark = pytest.mark.slow
+
 FRAME_BYTES = 4096 + CHUNK_BYTES
 MANY = [key_number(number) for number in range(150)]
 

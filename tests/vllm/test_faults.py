@@ -72,9 +72,9 @@ def engine(
     ("fault", "counted"),
     [
         (flip_one_bit, {"promotions_damaged": 1}),
-        (truncate, {"promotions_damaged": 1}),
-        (swap, {"promotions_damaged": 2}),
-        (delete, {"promotions_missing": 1}),
+        pytest.param(truncate, {"promotions_damaged": 1}, marks=pytest.mark.slow),
+        pytest.param(swap, {"promotions_damaged": 2}, marks=pytest.mark.slow),
+        pytest.param(delete, {"promotions_missing": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_a_changed_file_is_a_miss_and_is_stored_again(

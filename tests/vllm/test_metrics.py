@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import prometheus_client as prometheus
+import pytest
 
 from tiering.testing.clocks import ManualClock
 from tiering.testing.memory import MemoryTier
@@ -14,6 +15,9 @@ from tiering.testing.memory import MemoryTier
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves while they load
     from tiering_connectors.vllm.metrics import Growth, TieringPromMetrics, TieringStats
+
+
+pytestmark = pytest.mark.slow
 
 
 class Counting(MemoryTier):
