@@ -3,9 +3,14 @@ what needs vLLM says so where there is none. It is asked for by its metadata, ne
 
 from __future__ import annotations
 
+import signal
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As for a command in a shell's background; programs started from here would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite(
     "tiering.testing.contract", "tiering.testing.examples", "tiering.testing.machine"
