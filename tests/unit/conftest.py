@@ -37,4 +37,4 @@ def small(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    subprocess.run(["umount", "-l", str(directory)], check=True)
