@@ -12,6 +12,8 @@ import pytest
 from tiering_benchmarks import scheduler
 from tiering_benchmarks.cli import main
 
+pytestmark = pytest.mark.slow
+
 ALONE = [scheduler.STORE, scheduler.MATCH_HIT, scheduler.PIN, scheduler.MATCH_MISS]
 TIERED = [*ALONE, scheduler.PROMOTE, scheduler.ARRIVE]
 

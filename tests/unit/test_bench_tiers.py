@@ -39,6 +39,8 @@ from tiering_benchmarks.tiers_run import (
 )
 from tiering_benchmarks.tiers_sides import Ours
 
+pytestmark = pytest.mark.slow
+
 PLAN = Plan.within(64 << 10, 4 << 10, batch=4, jobs=2, repeats=3)
 SMALL = ("--bytes", "128KiB", "--batch", "4", "--jobs", "2", "--repeats", "2")
 

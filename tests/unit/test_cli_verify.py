@@ -23,6 +23,8 @@ from tiering.cli.progress import Progress
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import stored
 
+pytestmark = pytest.mark.slow
+
 Output = pytest.CaptureFixture[str]
 
 

@@ -23,6 +23,8 @@ from tiering.tiers.disk import diskio, temps
 from tiering.tiers.upkeep.survey import survey
 from tiering_kernels.portable import PortableIo
 
+pytestmark = pytest.mark.slow
+
 
 async def refusal(root: Path) -> ConfigError:
     """Why a tier at `root` cannot be opened; no thread is left behind."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiering.policy.lru import LruPolicy
+
+pytestmark = pytest.mark.slow
 
 
 def names(text: str) -> list[bytes]:

@@ -17,6 +17,8 @@ from segment_places import KEYS
 from tiering.tiers.segments import index as segment_index
 from tiering.tiers.segments.index import TICK_MAX, TICKS_PER_PAGE, SegmentIndex
 
+pytestmark = pytest.mark.slow
+
 NOW = 1_700_000_000_000_000
 
 
