@@ -243,11 +243,11 @@ class Books:
             return None
 
     def _unlink_oldest(self, manifest: Manifest) -> None:
-        """Their rows stay for now; whoever wants the room of one finds that it is gone."""
+        """Files first, which makes the room to say so; what stays there stays booked."""
         victims = manifest.oldest(CHUNKS_WHEN_FULL)
         kept = self._files.remove(victims)
         self.counters.add("evicted", len(victims) - len(kept))
-        manifest.forget_all(victims)
+        manifest.forget_all(victim for victim in victims if victim not in kept)
 
     async def _put(self, question: Callable[[Manifest], T]) -> T | None:
         async with self._turn:
@@ -335,7 +335,9 @@ class Books:
             except (ManifestFull, ManifestBroken) as error:
                 # A full disk, most likely. One in memory knows whom to evict, which makes room.
                 log.warning("%s: the manifest is kept in memory: %s", self._name, error)
-                manifest = Manifest(None, self._owner, now)
+                manifest = await self._pool.call(
+                    Lane.WRITE, lambda: Manifest(None, self._owner, now)
+                )
                 break
         else:
             return  # tried again by whoever writes, LOOK_SECONDS after the last look

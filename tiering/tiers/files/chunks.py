@@ -262,18 +262,12 @@ class ChunkFiles:
         return Failed(DamagedChunk(self._name, key, f"{wrong}; {path} was taken out of use"))
 
     def _take(self, victim: Booked) -> tuple[str | None, Booked | None]:
-        path = self._victim_path(victim)
-        if victim.file_bytes != self.file_bytes:
-            return (None, victim) if self.remove([victim]) else (None, None)
-        spare = f"{self._staging}/{temp_name()}"
-        try:
-            os.rename(path, spare)
-        except (FileNotFoundError, NotADirectoryError):
-            gone = not os.path.lexists(path)
-            return (None, None) if gone else (None, victim if self.remove([victim]) else None)
-        except OSError:
-            return (None, victim) if self.remove([victim]) else (None, None)
-        return spare, None
+        if victim.file_bytes == self.file_bytes:
+            spare = f"{self._staging}/{temp_name()}"
+            with contextlib.suppress(OSError):
+                os.rename(self._victim_path(victim), spare)
+                return spare, None
+        return None, victim if self.remove([victim]) else None
 
     def _victim_path(self, victim: Booked) -> str:
         return f"{self._root}/{victim.directory}/{place_of(victim.key)}"
