@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,20 @@ def pages(headers: memoryview) -> Iterator[memoryview]:
     """The header pages in a batch's buffer, one after the other."""
     for start in range(0, headers.nbytes, ALIGNMENT):
         yield headers[start : start + ALIGNMENT]
+
+
+class HeaderPages:
+    """Aligned header pages for one batch at a time in each thread; what the last one left in them
+    is still there."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def lease(self, count: int) -> memoryview:
+        memory: mmap.mmap | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory) < count * ALIGNMENT:
+            memory = self._local.memory = mmap.mmap(-1, count * ALIGNMENT)
+        return memoryview(memory)[: count * ALIGNMENT]
 
 
 def free_bytes(root: Path) -> tuple[int, int]:

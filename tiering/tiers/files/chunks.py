@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -61,7 +59,7 @@ class ChunkFiles:
         self._sync = sync
         self._quarantined_max = quarantined_max
         self._device = paths.root.stat().st_dev
-        self._local = threading.local()
+        self._pages = diskio.HeaderPages()
         # By cause; each thread adds to its own key's count, and a lost update loses one count.
         self.damage: Counter[str] = Counter()
 
@@ -86,7 +84,7 @@ class ChunkFiles:
         self._tell_others(keys, places, outcomes)
         if not places:
             return outcomes
-        headers = self._headers(len(places))
+        headers = self._pages.lease(len(places))
         wanted = [buffers[at] for at in places]
         try:
             numbers = self._io.read_files(paths, headers, wanted, self._direct.reads)
@@ -110,7 +108,7 @@ class ChunkFiles:
             self.require_root()
         except OSError as error:
             return [self._failed(key, str(error)) for key in keys]
-        headers = self._headers(len(places))
+        headers = self._pages.lease(len(places))
         for at, header in zip(places, diskio.pages(headers), strict=True):
             frame.pack_fields(header, keys[at], self._digest, self._chunk_bytes)
         temps = [spares[at] or f"{self._staging}/{temp_name()}" for at in places]
@@ -310,13 +308,6 @@ class ChunkFiles:
 
     def _not_a_key(self, key: bytes) -> Failed:
         return self._failed(key, why_not_a_key(key))
-
-    def _headers(self, count: int) -> memoryview:
-        """This thread's header pages, their content left over from the last call."""
-        memory: mmap.mmap | None = getattr(self._local, "memory", None)
-        if memory is None or len(memory) < count * HEADER_BYTES:
-            memory = self._local.memory = mmap.mmap(-1, count * HEADER_BYTES)
-        return memoryview(memory)[: count * HEADER_BYTES]
 
 
 def why_not_a_key(key: bytes) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from tiering.keys import split_key
 from tiering.tiers import frame
 from tiering.tiers.disk import diskio
 from tiering.tiers.segments.files import SegmentFiles
-from tiering_kernels.chunkio import BAD_CHECKSUM, HEADER_BYTES, ChunkIo
+from tiering_kernels.chunkio import BAD_CHECKSUM, ChunkIo
 
 QUARANTINED_FILES_MAX = 64
 
@@ -60,7 +59,7 @@ class SlotIo:
         self._digest = files.geometry.digest
         self._payload_bytes = files.geometry.payload_bytes
         self._frame_bytes = files.geometry.frame_bytes
-        self._local = threading.local()
+        self._pages = diskio.HeaderPages()
 
     def write(
         self,
@@ -77,7 +76,7 @@ class SlotIo:
             files.clear_records([slot for slot in slots if slot in uncleared])
         except OSError as error:
             return [_failed(error)] * len(slots)
-        headers = self._headers(len(slots))
+        headers = self._pages.lease(len(slots))
         for key, header in zip(keys, diskio.pages(headers), strict=True):
             frame.pack_fields(header, key, self._digest, self._payload_bytes)
         descriptors, offsets = _columns(map(files.to_write, slots))
@@ -105,7 +104,7 @@ class SlotIo:
     ) -> list[Verdict]:
         """Fill `buffers` from `slots`, and believe each only if its frame vouches for it. What
         is not the frame of its key is no longer in the table afterwards."""
-        headers = self._headers(len(slots))
+        headers = self._pages.lease(len(slots))
         descriptors, offsets = _columns(map(self._files.to_read, slots))
         numbers = self._io.read_slots(descriptors, offsets, headers, buffers)
         return [
@@ -120,13 +119,6 @@ class SlotIo:
         except OSError as error:
             return [_failed(error)] * len(slots)
         return [Verdict(Kind.DONE, is_cleared=True)] * len(slots)
-
-    def _headers(self, count: int) -> memoryview:
-        """This thread's aligned header pages, their content left over from the last call."""
-        memory: mmap.mmap | None = getattr(self._local, "memory", None)
-        if memory is None or len(memory) < count * HEADER_BYTES:
-            memory = self._local.memory = mmap.mmap(-1, count * HEADER_BYTES)
-        return memoryview(memory)[: count * HEADER_BYTES]
 
     def _write_verdict(self, slot: int, number: int) -> Verdict:
         if number == self._frame_bytes:
