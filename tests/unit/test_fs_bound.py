@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -16,13 +17,16 @@ import pytest
 
 from fs_places import file_of, files, opened
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of, stored, views
+from tiering.testing.faults import FaultyIo
 from tiering.tiers.base import Read, Write
-from tiering.tiers.disk import mounts
+from tiering.tiers.disk import diskio, mounts
 from tiering.tiers.files import books as fs_books
-from tiering.tiers.files.bookings import disk_bytes
+from tiering.tiers.files.bookings import Booked, disk_bytes
+from tiering.tiers.files.count import Shard
 from tiering.tiers.files.limits import EMPTIED_MIN, Limits, max_bytes_for
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.files.tier import FsTier
+from tiering_kernels.portable import PortableIo
 
 FRAME = CHUNK_BYTES + 4096
 KEYS = [key_number(i) for i in range(400)]
@@ -182,6 +186,67 @@ async def test_chunks_of_other_namespaces_count_and_go_first_when_nobody_uses_th
         assert len(await held(old)) == 10
 
 
+async def test_what_lies_there_counts_whatever_became_of_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not say what is there, and then does not take it, or not for sure."""
+    io = FaultyIo(PortableIo())
+    async with opened(tmp_path, limits=BOUND, io=io, durability="batch") as tier:
+        await stored(tier, KEYS[:30])
+        io.fail("sizes", errno.ESTALE, times=None)
+        io.fail("write_files", errno.EIO, times=20)
+        outcomes = await tier.write(KEYS[:20], views([payload_of(key) for key in KEYS[:20]]))
+        with monkeypatch.context() as patch:
+            patch.setattr(diskio, "sync_directories", unable)
+            outcomes += await tier.write(KEYS[20:60], views([payload_of(k) for k in KEYS[20:60]]))
+        assert not {Write.STORED, Write.ALREADY_THERE}.intersection(outcomes)
+        io.mend()
+        for start in range(60, 140, 20):
+            await stored(tier, KEYS[start : start + 20])
+            assert disk_use(tmp_path) <= CHUNKS * FRAME
+        assert await held(tier) == KEYS[100:140]
+
+
+def unable(what: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_what_cannot_be_seen_gives_no_room(tmp_path: Path) -> None:
+    io = FaultyIo(PortableIo())
+    async with opened(tmp_path, limits=BOUND, io=io) as tier:
+        await stored(tier, KEYS[:30])
+        io.fail("sizes", errno.EIO, times=None)
+        keys = [*KEYS[30:60], *KEYS[:30]]
+        outcomes = await tier.write(keys, views([payload_of(key) for key in keys]))
+        assert outcomes == [Write.STORED] * 10 + [Write.FULL] * 50
+        io.mend()
+        assert await held(tier) == KEYS[:CHUNKS]
+
+
+def test_counting_forgets_only_what_is_gone_for_sure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest(None, "me", 0.0)
+    manifest.adopt([Booked("m_r0", KEYS[0], FRAME, 1)])
+    shard = Shard(tmp_path, "m_r0", KEYS[0].hex()[:3])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", unable)
+        shard.reconcile(manifest)
+    assert manifest.totals().chunks == 1
+    shard.reconcile(manifest)
+    assert manifest.totals().chunks == 0
+
+
+async def test_what_holds_no_chunk_makes_way_for_one(tmp_path: Path) -> None:
+    """As after a power cut; a batch of all that the tier holds spares none of it."""
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await stored(tier, KEYS[:CHUNKS])
+        for path in files(tmp_path, "*_g0/*.bin"):
+            os.truncate(path, 100)
+        await stored(tier, KEYS[:CHUNKS])
+        assert await held(tier) == KEYS[:CHUNKS]
+
+
 @pytest.mark.slow
 async def test_empty_directories_do_not_pile_up(tmp_path: Path) -> None:
     small = Limits(max_bytes=max_bytes_for(4, CHUNK_BYTES), min_free_bytes=0)
@@ -276,6 +341,8 @@ async def test_a_tier_that_starts_on_a_full_disk_serves_and_makes_room(
         assert os.statvfs(disk).f_bavail == 0
         async with opened(disk / "kv", limits=Limits(min_free_bytes=0)) as tier:
             assert await tier.read(KEYS[:200], blank(200)) == [Read.HIT] * 200
+            for _ in range(3000):
+                await asyncio.sleep(0.01 * tier.stats()["now_counting"])
             for _ in range(3):
                 outcomes = await tier.write(
                     KEYS[300:302], views([payload_of(k) for k in KEYS[300:302]])

@@ -21,6 +21,8 @@ from tiering.testing import memory, simulation
 from tiering.testing.simloop import Deadlock, Livelock, SimClock, SimLoop, SimPool
 from tiering.testing.simulation import Failure, run
 from tiering.tiers.disk.iopool import IoPool, Lane
+from tiering.tiers.files.bookings import Flight
+from tiering.tiers.files.manifest import Manifest
 
 pytestmark = pytest.mark.slow
 
@@ -84,31 +86,44 @@ def failures_count_as_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residency, "_settle_promote", trusting)
 
 
+def the_last_of_a_flight_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Manifest.settle
+
+    def forgetful(self: Manifest, flight: Flight, arrived: dict[bytes, int], kept: Any) -> bool:
+        return settle(self, flight, dict(list(arrived.items())[:-1]), kept)
+
+    monkeypatch.setattr(Manifest, "settle", forgetful)
+
+
 def pins_do_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "evictable", lambda self: self.states == 2)
 
 
 @pytest.mark.parametrize(
-    ("bug", "says"),
+    ("bug", "kind", "says"),
     [
-        (unchecked, "wrong bytes"),
-        (writes_stay_pinned, "pinned by writes|come to rest"),
-        (failures_count_as_success, "wrong bytes"),
-        (pins_do_not_protect, "EVICT would free"),
+        (unchecked, "memory", "wrong bytes"),
+        (writes_stay_pinned, "memory", "pinned by writes|come to rest"),
+        (failures_count_as_success, "memory", "wrong bytes"),
+        (pins_do_not_protect, "memory", "EVICT would free"),
+        (the_last_of_a_flight_is_not_booked, "files", "not in the books"),
     ],
 )
 def test_a_planted_bug_is_found(
-    monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None], says: str
+    monkeypatch: pytest.MonkeyPatch,
+    bug: Callable[[pytest.MonkeyPatch], None],
+    kind: str,
+    says: str,
 ) -> None:
     bug(monkeypatch)
     with pytest.raises(Failure, match=says) as found:
-        run_seeds(20)
+        run_seeds(20, kind)
     assert "seed " in str(found.value)
 
 
-def run_seeds(count: int) -> None:
+def run_seeds(count: int, kind: str) -> None:
     for seed in range(count):
-        run(seed, STEPS, "memory")
+        run(seed, STEPS, kind)
 
 
 # Its parts

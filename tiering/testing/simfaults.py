@@ -18,6 +18,8 @@ from tiering.testing.simworld import Place, SimEngine
 READ_ERRORS = (
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOTCONN, errno.EACCES, errno.ENOENT),
 )
+# A disk that denies what it has would be given more than its bound, and nobody could tell.
+SIZE_ERRORS = tuple(number for number in READ_ERRORS if number != errno.ENOENT)
 WRITE_ERRORS = (*(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ESTALE),)
 SECONDS = (0.1, 0.5, 2.0, 10.0)
 CHECK_SECONDS = 25.0
@@ -97,7 +99,8 @@ class Faults:
         kind = "fail" if operation == "sizes" else chance.choice(("fail", "fail", "short", "flip"))
         rule: Rule
         if kind == "fail":
-            number = chance.choice(WRITE_ERRORS if is_write else READ_ERRORS)
+            others = SIZE_ERRORS if operation == "sizes" else READ_ERRORS
+            number = chance.choice(WRITE_ERRORS if is_write else others)
             rule = io.fail(operation, number, **options)
         elif kind == "flip":
             rule = io.flip(operation, **options)

@@ -15,7 +15,7 @@ from tiering.testing.faults import READS, WRITES
 from tiering.testing.memory import MemoryTier
 from tiering.testing.simworld import ROW_BYTES, Kind, Site
 from tiering.tiers.base import Tier
-from tiering.tiers.disk.paths import CHUNK_SUFFIX
+from tiering.tiers.disk.paths import CHUNK_SUFFIX, place_of
 from tiering.tiers.files.bookings import disk_bytes
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
@@ -80,6 +80,15 @@ def _bytes_of_files(root: Path) -> int:
     return disk_bytes(len(sizes), sum(sizes))
 
 
+def _unbooked_files(root: Path) -> set[str]:
+    """Their room would be given to others, too."""
+    manifest = sqlite3.connect(root / ".manifest" / "manifest.sqlite3", isolation_level=None)
+    rows = manifest.execute("SELECT directory, key FROM chunk JOIN place ON place = place.id")
+    booked = {f"{directory}/{place_of(key)}" for directory, key in rows}
+    manifest.close()
+    return {str(path.relative_to(root)) for path in root.glob(f"*_r*/*/*/*{CHUNK_SUFFIX}")} - booked
+
+
 def _bytes_of_segments(root: Path) -> int:
     return sum(path.stat().st_size for path in root.glob("*.segments/*"))
 
@@ -110,6 +119,7 @@ KINDS = {
         side_files=r"\.sqlite3(-wal)?$",
         max_bytes=lambda chunks: max_bytes_for(chunks, ROW_BYTES),
         used_bytes=_bytes_of_files,
+        unbooked=_unbooked_files,
         bury=_bury_files,
     ),
     "segments": Kind(

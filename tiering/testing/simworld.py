@@ -8,11 +8,12 @@ it still does.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,24 @@ POOL_THREADS = 3
 LOAD_DEADLINE_SECONDS = 5.0
 UNIX_SECONDS = 4e9
 """Later than any real time, so that files with real ones count as old."""
+
+
+def page_of(key: bytes) -> bytes:
+    """The bytes of `key`, and of no other."""
+    return hashlib.shake_128(key).digest(LAYOUT.chunk_bytes)
+
+
+def row_of(key: bytes) -> memoryview:
+    return memoryview(bytearray(page_of(key).ljust(ROW_BYTES, b"\0")))
+
+
+def name_of(keys: Sequence[bytes]) -> str:
+    return f"{keys[-1].hex()[:6]}x{len(keys)}"
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,8 @@ class Kind:
     """A kind of tier. `operations` are those of a ChunkIo that it uses, and `is_shared` is whether
     two engines may have it at once. `side_files`, a regular expression, are the names of what is
     only a cache beside the chunks. `max_bytes` bounds a tier of so many chunks, `used_bytes` is
-    what of that lies under a root, and `bury` makes a dead process's copy look like one."""
+    what of that lies under a root, `unbooked` the chunks there that nobody counts, once everything
+    is at rest, and `bury` makes a dead process's copy look like one."""
 
     make_tier: Callable[[Site], Tier]
     operations: tuple[str, ...] = ()
@@ -88,6 +108,7 @@ class Kind:
     side_files: str = ""
     max_bytes: Callable[[int], int] = lambda chunks: 0
     used_bytes: Callable[[Path], int] = lambda root: 0
+    unbooked: Callable[[Path], set[str]] = lambda root: set()
     bury: Callable[[Path], None] = lambda root: None
 
 

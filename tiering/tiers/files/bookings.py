@@ -6,7 +6,7 @@ Plain values and pure functions, safe in any thread.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -28,6 +28,15 @@ CREATE TABLE total(
     leaving INTEGER NOT NULL, leaving_bytes INTEGER NOT NULL);
 INSERT INTO total VALUES(0, 0, 0, 0);
 """
+
+
+# Says which of the keys that it is given have a file, or may have one.
+There = Callable[[Sequence[bytes]], Collection[bytes]]
+
+
+def nowhere(keys: Sequence[bytes]) -> Collection[bytes]:
+    """The `There` of who knows already that they have none."""
+    return ()
 
 
 class ManifestBroken(Exception):

@@ -29,8 +29,8 @@ from tiering.tiers.files.bookings import (
     ManifestBusy,
     ManifestFull,
 )
-from tiering.tiers.files.chunks import GONE, ChunkFiles
-from tiering.tiers.files.count import Shard, found_in, shards_of
+from tiering.tiers.files.chunks import ChunkFiles
+from tiering.tiers.files.count import Shard, shards_of
 from tiering.tiers.files.limits import Limits
 from tiering.tiers.files.manifest import Manifest
 
@@ -131,7 +131,7 @@ class Books:
         def admit(manifest: Manifest) -> Flight:
             high, low = self._bounds(manifest)
             directory, size = self._paths.rank_dir.name, self._files.file_bytes
-            return manifest.admit(directory, keys, size, high, low, spared)
+            return manifest.admit(directory, keys, size, high, low, spared, self._there)
 
         return await self._ask(admit)
 
@@ -145,13 +145,20 @@ class Books:
     def land(
         self, flight: Flight, arrived: Sequence[bytes], kept: Sequence[Booked] = ()
     ) -> asyncio.Task[Any]:
-        """The flight is over; `arrived` in prefix order. Goes on by itself if nobody waits."""
+        """The flight is over; `arrived` are there for sure, and of the others those count that
+        have a file all the same. Goes on by itself if nobody waits."""
         self.counters.add("evicted", len(flight.victims) - len(kept))
-        ticks = self._ticks.of(arrived)
+        ticks = self._ticks.of([each.key for each in flight.arriving])
+        sure = frozenset(arrived)
+        unsure = [each for each in flight.arriving if each.key not in sure]
+
+        def settle(manifest: Manifest) -> bool:
+            here = sure.union(each.key for each in self._files.there(unsure))
+            return manifest.settle(flight, {key: ticks[key] for key in ticks if key in here}, kept)
 
         async def land() -> None:
             for _ in range(SETTLE_TRIES_MAX):
-                if await self._ask(lambda manifest: manifest.settle(flight, ticks, kept)):
+                if await self._ask(settle):
                     break
                 # Held by another process, or being made anew: then this flight is unknown to it.
                 await asyncio.sleep(FLUSH_SECONDS)
@@ -190,10 +197,7 @@ class Books:
         def flush(manifest: Manifest) -> bool:
             manifest.touch(directory, used)
             # Whatever a read has met: what is there counts.
-            asked = list(gone)
-            sizes = self._files.sizes(asked)
-            missing = [key for key, size in zip(asked, sizes, strict=True) if size in GONE]
-            manifest.forget(directory, missing)
+            manifest.forget(directory, gone, self._there)
             manifest.beat(now)
             if not self.is_shared:
                 self._stamp(used)
@@ -210,6 +214,11 @@ class Books:
                 os.utime(self._paths.chunk(key), ns=(tick * 1000, tick * 1000))
 
     # Limits
+
+    def _there(self, keys: Sequence[bytes]) -> set[bytes]:
+        directory, size = self._paths.rank_dir.name, self._files.file_bytes
+        own = [Booked(directory, key, size) for key in keys]
+        return {each.key for each in self._files.there(own)}
 
     def _bounds(self, manifest: Manifest) -> tuple[int, int]:
         """Bytes of disk that all under the root may take, and down to which to evict."""
@@ -299,17 +308,12 @@ class Books:
     async def _settle_inherited(self, flight: Flight) -> None:
         """Its writer is gone: what it had renamed is there, its victims are removed."""
 
-        def inspect() -> tuple[list[bytes], list[Booked]]:
-            root = self._paths.root
-            arrived = [
-                each.key for each in flight.arriving if found_in(root, each) == each.file_bytes
-            ]
+        def remove() -> list[Booked]:
             kept = self._files.remove(flight.victims)
             self._files.prune(flight.victims)
-            return arrived, kept
+            return kept
 
-        arrived, kept = await self._pool.call(Lane.WRITE, inspect)
-        await self.land(flight, arrived, kept)
+        await self.land(flight, [], await self._pool.call(Lane.WRITE, remove))
 
     async def _remake(self, broken: Manifest) -> None:
         await self._pool.call(Lane.WRITE, broken.close)

@@ -26,8 +26,9 @@ from tiering.tiers.files.bookings import Booked
 from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
 from tiering_kernels.chunkio import BAD_CHECKSUM, HEADER_BYTES, UNNAMED, ChunkIo
 
-# The file is not there, or not any more.
-GONE = (-errno.ENOENT, -errno.ENOTDIR, -errno.ESTALE)
+# The file is not there, for sure; or, for who wants to read it, not any more.
+ABSENT = (-errno.ENOENT, -errno.ENOTDIR)
+GONE = (*ABSENT, -errno.ESTALE)
 
 
 class ChunkFiles:
@@ -121,7 +122,10 @@ class ChunkFiles:
         for at, number, temp, final in zip(places, numbers, temps, finals, strict=True):
             outcomes[at] = self._write_outcome(keys[at], number, temp, final)
         if self._sync:
-            diskio.sync_directories({os.path.dirname(final) for final in finals})
+            try:
+                diskio.sync_directories({os.path.dirname(final) for final in finals})
+            except OSError as error:
+                return self.failed(keys, error)
         return outcomes
 
     def failed(self, keys: Sequence[bytes], error: OSError) -> list[WriteOutcome]:
@@ -159,6 +163,21 @@ class ChunkFiles:
             except OSError:
                 kept.append(victim)
         return kept
+
+    def there(self, chunks: Sequence[Booked]) -> list[Booked]:
+        """Those of `chunks` that have a file, or may have one where nothing can be said. One of
+        another size holds no chunk and is removed."""
+        chunks = [each for each in chunks if not why_not_a_key(each.key)]
+        if not chunks:
+            return []
+        sizes = self._io.sizes([self._victim_path(each) for each in chunks])
+        told = list(zip(chunks, sizes, strict=True))
+        kept = self.remove(each for each, size in told if 0 <= size != each.file_bytes)
+        return kept + [
+            each
+            for each, size in told
+            if size == each.file_bytes or (size < 0 and size not in ABSENT)
+        ]
 
     def prune(self, victims: Iterable[Booked]) -> None:
         """Remove the directories that `victims` have left empty."""

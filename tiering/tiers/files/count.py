@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,9 @@ class Shard:
         ]
         if len(here) > len(booked) or here.difference(booked):
             manifest.adopt(found)
-        missing = [key for key in booked if key not in here and not self._is_there(key)]
+        missing = [key for key in booked if key not in here]
         if missing:
-            manifest.forget(self.directory, missing)
+            manifest.forget(self.directory, missing, self._there)
 
     def _found(self) -> list[Booked]:
         top = self.root / self.directory / self.name
@@ -60,8 +61,17 @@ class Shard:
                     os.rmdir(top)
         return found
 
-    def _is_there(self, key: bytes) -> bool:
-        return os.path.lexists(self.root / self.directory / place_of(key))
+    def _there(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if self._may_be_there(key)]
+
+    def _may_be_there(self, key: bytes) -> bool:
+        try:
+            os.lstat(self.root / self.directory / place_of(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return True
 
 
 def shards_of(root: Path) -> list[Shard]:
@@ -73,13 +83,6 @@ def shards_of(root: Path) -> list[Shard]:
         for shard in diskio.children(rank.path)
         if is_shard(shard.name)
     ]
-
-
-def found_in(root: Path, chunk: Booked) -> int | None:
-    """The size of the file of `chunk`, None where there is none."""
-    with contextlib.suppress(OSError):
-        return os.stat(root / chunk.directory / place_of(chunk.key), follow_symlinks=False).st_size
-    return None
 
 
 def _measured(file: os.DirEntry[str]) -> tuple[int, int] | None:

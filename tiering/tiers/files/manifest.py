@@ -23,9 +23,11 @@ from tiering.tiers.files.bookings import (
     Booked,
     Flight,
     ManifestBroken,
+    There,
     Totals,
     disk_bytes,
     fitting,
+    nowhere,
     packed,
     translated,
     unpacked,
@@ -33,7 +35,7 @@ from tiering.tiers.files.bookings import (
 
 VERSION = 1
 BUSY_SECONDS_MAX = 5.0
-CACHE_BYTES = 16 << 20
+CACHE_KIB = 16 << 10
 _KEYS_IN_STATEMENT = 512
 _COUNTED = 1
 
@@ -93,13 +95,15 @@ class Manifest:
         limit_bytes: int,
         target_bytes: int,
         spared: Collection[bytes] = (),
+        there: There = nowhere,
     ) -> Flight:
         """Book room for files of `file_bytes` each in `directory`, for as many leading `keys` as
         there is room. Where all would exceed `limit_bytes`, the least recently used chunks under
         the root become victims, until `target_bytes` would not be exceeded; but none of `keys`
-        and `spared`."""
+        and `spared`. What is `there` of `keys` stays booked: it takes room until it is replaced,
+        and for good where it is not."""
         with self._change():
-            self._unbook(directory, keys)
+            self._unbook(directory, keys, there)
             before, target = self._total(), min(target_bytes, limit_bytes)
             # Those who are on their way out already make room for no one else.
             chunks = before.chunks - before.leaving + len(keys)
@@ -111,10 +115,9 @@ class Manifest:
                     len(keys),
                     {(directory, key) for key in (*keys, *spared)},
                 )
-            leaving = sum(victim.file_bytes for victim in victims)
             granted = fitting(
                 chunks - len(keys) - len(victims),
-                size - len(keys) * file_bytes - leaving,
+                size - len(keys) * file_bytes - _bytes_of(victims),
                 file_bytes,
                 len(keys),
                 limit_bytes,
@@ -157,9 +160,8 @@ class Manifest:
             if db.execute("DELETE FROM flight WHERE id = ?", (flight.id,)).rowcount != 1:
                 return True
             ends = [*flight.arriving, *flight.victims]
-            self._count(-len(ends), -sum(each.file_bytes for each in ends))
-            leaving = sum(each.file_bytes for each in flight.victims)
-            self._count_leaving(-len(flight.victims), -leaving)
+            self._count(-len(ends), -_bytes_of(ends))
+            self._count_leaving(-len(flight.victims), -_bytes_of(flight.victims))
             here = [
                 Booked(each.directory, each.key, each.file_bytes, arrived[each.key])
                 for each in flight.arriving
@@ -177,10 +179,10 @@ class Manifest:
                 [(tick, place, key) for key, tick in ticks.items()],
             )
 
-    def forget(self, directory: str, keys: Collection[bytes]) -> None:
-        """The files of `keys` are not there any more."""
+    def forget(self, directory: str, keys: Collection[bytes], there: There = nowhere) -> None:
+        """The files of `keys` are not there any more, but for what is `there`."""
         with self._change():
-            self._unbook(directory, keys)
+            self._unbook(directory, keys, there)
 
     def forget_all(self, chunks: Iterable[Booked]) -> None:
         """The files of `chunks`, wherever under the root, are not there any more."""
@@ -271,11 +273,7 @@ class Manifest:
         """Whether the table has been compared with the files since it was made."""
         db = self._db
         # A killed process loses nothing to the page cache; a power cut may, and is checked for.
-        for pragma in (
-            "journal_mode = WAL",
-            "synchronous = OFF",
-            f"cache_size = {-(CACHE_BYTES >> 10)}",
-        ):
+        for pragma in ("journal_mode = WAL", "synchronous = OFF", f"cache_size = {-CACHE_KIB}"):
             db.execute(f"PRAGMA {pragma}").fetchall()
         with self._change():
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -380,7 +378,7 @@ class Manifest:
         written = self._db.execute(
             "INSERT INTO flight(owner, body) VALUES(?, ?)", (self._owner, body)
         )
-        self._count_leaving(len(victims), sum(each.file_bytes for each in victims))
+        self._count_leaving(len(victims), _bytes_of(victims))
         return Flight(written.lastrowid or 0, arriving, victims)
 
     def _book(self, chunks: Sequence[Booked]) -> None:
@@ -388,7 +386,7 @@ class Manifest:
         before = self._db.total_changes
         self._insert(chunks)
         if self._db.total_changes - before == len(chunks):
-            self._count(len(chunks), sum(each.file_bytes for each in chunks))
+            self._count(len(chunks), _bytes_of(chunks))
         else:
             self._recount()
 
@@ -401,16 +399,18 @@ class Manifest:
             ],
         )
 
-    def _unbook(self, directory: str, keys: Collection[bytes]) -> None:
+    def _unbook(self, directory: str, keys: Collection[bytes], there: There = nowhere) -> None:
+        """`there` is asked of what is booked, which nobody else can book meanwhile."""
         place, left = self._place(directory), list(keys)
         while left:
             some, left = left[:_KEYS_IN_STATEMENT], left[_KEYS_IN_STATEMENT:]
             marks = ",".join("?" * len(some))
-            gone = self._db.execute(
-                f"DELETE FROM chunk WHERE place = ? AND key IN ({marks}) RETURNING bytes",
-                (place, *some),
-            ).fetchall()
-            self._count(-len(gone), -sum(size for (size,) in gone))
+            query = f"SELECT key, bytes FROM chunk WHERE place = ? AND key IN ({marks})"
+            booked: dict[bytes, int] = dict(self._db.execute(query, (place, *some)))
+            stays = there(list(booked)) if booked else ()
+            gone = [(place, key) for key in booked if key not in stays]
+            self._db.executemany("DELETE FROM chunk WHERE place = ? AND key = ?", gone)
+            self._count(-len(gone), -sum(booked[key] for _, key in gone))
 
     def _count(self, chunks: int, file_bytes: int) -> None:
         if chunks:
@@ -440,10 +440,9 @@ class Manifest:
         self._db.execute("DELETE FROM total")
         self._db.execute(
             "INSERT INTO total VALUES(?, ?, ?, ?)",
-            (
-                chunks + len(ends),
-                size + sum(each.file_bytes for each in ends),
-                len(victims),
-                sum(each.file_bytes for each in victims),
-            ),
+            (chunks + len(ends), size + _bytes_of(ends), len(victims), _bytes_of(victims)),
         )
+
+
+def _bytes_of(chunks: Iterable[Booked]) -> int:
+    return sum(each.file_bytes for each in chunks)
