@@ -41,17 +41,18 @@ class WriteBatch:
     async def carry_out(self) -> list[WriteOutcome]:
         """Write what is not there; where the disk is full, once more after making room."""
         keys, files = self._keys, self._files
+
+        def look_up(span: range) -> list[int]:
+            files.require_root()
+            return files.sizes(keys[span.start : span.stop])
+
         try:
-            await self._pool.call(Lane.WRITE, files.require_root)
-        except OSError as error:
-            return files.failed(keys, error)
-        try:
-            sizes = await self._pool.run_spans(
-                Lane.WRITE,
-                lambda span: files.sizes(keys[span.start : span.stop]),
-                len(keys),
-                _LOOKUP_SPAN_CHUNKS,
-            )
+            try:
+                sizes = await self._pool.run_spans(
+                    Lane.WRITE, look_up, len(keys), _LOOKUP_SPAN_CHUNKS
+                )
+            except OSError as error:
+                return files.failed(keys, error)
             wanted = [at for at, size in enumerate(sizes) if size != files.file_bytes]
             there = [key for key, size in zip(keys, sizes, strict=True) if size == files.file_bytes]
             self._books.used(there)
