@@ -19,7 +19,7 @@ ARGS ?=
 
 READY := $(VENV)/ready
 
-.PHONY: help demo test fast check serve clean
+.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,8 @@ help:
 	@echo "make check            lint, types and import contracts"
 	@echo "make serve MODEL=...  vllm serve with the tiered connector; CPU_BYTES, ROOT_DIR, PORT, ARGS;"
 	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"
+	@echo "make acceptance-versions  the connector under every version of vLLM it is meant for; ENVS"
+	@echo "make acceptance-upstream  vLLM's own tests of KV offloading against our spec and tiers"
 	@echo "make clean            remove the environment and all caches"
 
 demo: $(READY)
@@ -45,6 +47,15 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# An environment for each version, about 4 GB; kept where ENVS says, else removed.
+ENVS ?=
+
+acceptance-versions: $(READY)
+	$(BIN)/python tests/versions/run.py $(if $(ENVS),--envs "$(ENVS)")
+
+acceptance-upstream: $(READY)
+	$(BIN)/python tests/upstream/run.py
 
 define KV_TRANSFER_CONFIG
 {"kv_connector": "TieredConnector",

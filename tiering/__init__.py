@@ -9,7 +9,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiering.config import ConnectorConfig, EngineConfig, FsTierConfig, StoreConfig
+    from tiering.config import (
+        ConnectorConfig,
+        EngineConfig,
+        FsTierConfig,
+        StoreConfig,
+        UserTierConfig,
+    )
     from tiering.errors import (
         ClosedError,
         ConfigError,
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
         TieringError,
     )
     from tiering.layout import KVLayout
+    from tiering.policy.registry import register_policy
     from tiering.store import TieredStore
 
     __version__: str
@@ -47,11 +54,19 @@ __all__ = [
     "TierError",
     "TieredStore",
     "TieringError",
+    "UserTierConfig",
     "__version__",
+    "register_policy",
 ]
 
 _HOMES = {
-    "tiering.config": ("ConnectorConfig", "EngineConfig", "FsTierConfig", "StoreConfig"),
+    "tiering.config": (
+        "ConnectorConfig",
+        "EngineConfig",
+        "FsTierConfig",
+        "StoreConfig",
+        "UserTierConfig",
+    ),
     "tiering.errors": (
         "ClosedError",
         "ConfigError",
@@ -62,6 +77,7 @@ _HOMES = {
         "TieringError",
     ),
     "tiering.layout": ("KVLayout",),
+    "tiering.policy.registry": ("register_policy",),
     "tiering.store": ("TieredStore",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

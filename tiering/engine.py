@@ -29,7 +29,8 @@ class Engine:
         """Take in outcomes, hand out steps, publish events. Call it before asking and after
         changing."""
         core = self.core
-        core.apply(self._portal.drain())
+        if outcomes := self._portal.drain():
+            core.apply(outcomes)
         steps = core.take_steps()
         if steps:
             try:

@@ -33,6 +33,7 @@ def aligned(size: int) -> int:
 @dataclass(frozen=True, slots=True)
 class ShareLayout:
     """One rank's share of a chunk: for each layer, the pages of its `blocks_per_chunk` blocks.
+    A rank may have no layer of a group.
 
     Byte order within a share: layer 0's pages in block order, then layer 1's, and so on.
     """
@@ -41,7 +42,7 @@ class ShareLayout:
     blocks_per_chunk: int
 
     def __post_init__(self) -> None:
-        if not self.page_bytes or min(self.page_bytes) < 1:
+        if any(page < 1 for page in self.page_bytes):
             raise ValueError(f"page_bytes must be positive, one for each layer: {self.page_bytes}")
         if self.blocks_per_chunk < 1:
             raise ValueError(f"blocks_per_chunk must be at least 1, not {self.blocks_per_chunk}")

@@ -27,7 +27,9 @@ class Namespace:
 
     `layout` is free text that describes how a share's pages lie in memory; an engine that cannot
     tell must give something that no other layout gives. `groups` has one descriptor for each KV
-    cache group, in group order. `weights_fingerprint` is '' where nobody took one.
+    cache group, in group order. `weights_fingerprint` is '' where nobody took one. `hash_seed`
+    names what the first block hash starts from, where that can differ between engines: chunks
+    under other hashes are of no use, though their bytes would be right.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Namespace:
     share_bytes: int
     ranks: int
     hash_algorithm: str
+    hash_seed: str = ""
     format_version: int = FORMAT_VERSION
 
     @property

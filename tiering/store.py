@@ -230,6 +230,8 @@ class TieredStore:
         """Slots of the stored prefix, ready and pinned for `owner`."""
         core = opened.core
         await self._find(opened, owner, keys)
+        found = core.match(keys, owner)
+        core.count_lookup(owner, found.host, found.reach - found.host, len(keys) - found.reach)
         while (match := core.match(keys, owner)).reach > match.host:
             if core.hold(owner, keys):
                 opened.engine.pump()

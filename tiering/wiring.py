@@ -1,22 +1,29 @@
-"""Settings to components: the one place that names a concrete tier, policy or copier."""
+"""Settings to components: the one place that names a concrete tier, policy or copier.
+
+What is of the user's own is loaded and made here, too; whatever goes wrong with that is a
+ConfigError that names its key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tiering.clock import Clock, MonotonicClock, UnixClock
-from tiering.config import EngineConfig, FsTierConfig
-from tiering.device.base import DeviceCopier
+from tiering.config import EngineConfig, FsTierConfig, PressureConfig, TierConfig, UserTierConfig
+from tiering.device.base import DeviceCopier, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ConfigError
-from tiering.layout import ShareLayout
 from tiering.namespace import Namespace
+from tiering.plugins import Given, load_class
+from tiering.policy.admission import AdmissionPolicy, AdmitAll, SeenOften
 from tiering.policy.base import EvictionPolicy
-from tiering.policy.lru import LruPolicy
+from tiering.policy.registry import place_of
 from tiering.residency.core import Residency
 from tiering.tiers.base import Tier
 from tiering.tiers.disk.iopool import IoPool
@@ -24,6 +31,8 @@ from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
+from tiering.tiers.wrappers.metered import MeteredTier
+from tiering.tiers.wrappers.pressure import PressureLimits, PressureTier
 from tiering.tiers.wrappers.striped import StripedTier
 from tiering_kernels.chunkio import EngineUnavailable
 from tiering_kernels.engines import open_engine
@@ -34,7 +43,7 @@ __all__ = [
     "build_tiers",
 ]
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy}
+Made = TypeVar("Made")
 
 
 def build_core(
@@ -44,35 +53,117 @@ def build_core(
     return Residency(
         rows,
         tiers,
-        _POLICIES[config.eviction_policy](),
+        _build_policy(config, rows),
         clock or MonotonicClock(),
         config.load_deadline_seconds,
+        _build_admission(config),
     )
+
+
+def _build_policy(config: EngineConfig, capacity: int) -> EvictionPolicy:
+    name = Given("eviction_policy", config.eviction_policy)
+    if place := place_of(config.eviction_policy):
+        module, of_class = Given(name.path, place.module), Given(name.path, place.name)
+    elif config.cache_policy_module_path is not None:
+        module, of_class = Given("cache_policy_module_path", config.cache_policy_module_path), name
+    else:
+        raise AssertionError("the configuration has been checked")
+    policy_class = load_class(module, of_class, EvictionPolicy)  # type: ignore[type-abstract]
+    return _made(name, lambda: policy_class(capacity), "let its constructor take `capacity`")
+
+
+def _build_admission(config: EngineConfig) -> AdmissionPolicy:
+    if config.store_threshold <= 1:
+        return AdmitAll()
+    return SeenOften(config.store_threshold, config.max_tracker_size)
 
 
 def build_tiers(config: EngineConfig, namespace: Namespace, chunk_bytes: int) -> list[Tier]:
     """The secondary tiers in their order, not yet open. `chunk_bytes`: of a row, aligned."""
-    return [_build_tier(tier, namespace, chunk_bytes) for tier in config.secondary_tiers]
-
-
-def _build_tier(config: FsTierConfig, namespace: Namespace, chunk_bytes: int) -> Tier:
-    """Each root guarded by itself, so that a sick one is out alone; several are striped over."""
     clock = MonotonicClock()
-    roots = [
-        GuardedTier(_build_root(config, Path(root), namespace, chunk_bytes), clock)
-        for root in config.roots
-    ]
+    tiers: list[Tier] = []
+    for at, tier in enumerate(config.secondary_tiers):
+        where = f"secondary_tiers[{at}]"
+        built = _build_tier(tier, config.pressure_on(tier), where, namespace, chunk_bytes)
+        tiers.append(MeteredTier(built, chunk_bytes, clock))
+    for name, count in Counter(tier.name for tier in tiers).items():
+        if count > 1:
+            raise ConfigError(
+                "secondary_tiers",
+                name,
+                f"is the name of {count} of them, and metrics would not tell them apart",
+                "let each tier of your own have a name of its own",
+            )
+    return tiers
+
+
+def _build_tier(
+    config: TierConfig,
+    pressure: PressureConfig | None,
+    where: str,
+    namespace: Namespace,
+    chunk_bytes: int,
+) -> Tier:
+    """Each root guarded by itself, so that a sick one is out alone; several are striped over."""
+    if isinstance(config, UserTierConfig):
+        inner = [_build_users(config, where, namespace, chunk_bytes)]
+    else:
+        inner = [
+            _build_root(config, Path(root), where, namespace, chunk_bytes) for root in config.roots
+        ]
+    clock = MonotonicClock()
+    if pressure is not None:
+        limits = _limits_of(pressure, config)
+        inner = [PressureTier(tier, clock, limits) for tier in inner]
+    roots = [GuardedTier(tier, clock) for tier in inner]
     return roots[0] if len(roots) == 1 else StripedTier(roots, clock)
 
 
-def _share_of(config: FsTierConfig, chunk_bytes: int) -> int | None:
+def _limits_of(pressure: PressureConfig, tier: TierConfig) -> PressureLimits:
+    high, low = pressure.watermarks(tier.locality)
+    return PressureLimits(
+        high_seconds=high,
+        low_seconds=low,
+        weight=pressure.alpha,
+        warmup_calls=pressure.warmup_completions,
+        half_life_seconds=pressure.decay_half_life_s,
+        cooldown_seconds=pressure.cooldown_s,
+        refuses_all=pressure.policy_cls == "DropStorePolicy",
+    )
+
+
+def _build_users(
+    config: UserTierConfig, where: str, namespace: Namespace, chunk_bytes: int
+) -> Tier:
+    name = Given(f"{where}.type", config.type)
+    module = Given(f"{where}.module_path", config.module_path)
+    tier_class: Callable[..., Tier] = load_class(module, name, Tier)  # type: ignore[type-abstract]
+    remedy = "correct its keys, or its constructor: it is given a namespace, chunk_bytes and them"
+    tier = _made(name, lambda: tier_class(namespace, chunk_bytes, **config.own_keys), remedy)
+    if not _made(name, lambda: tier.name, "let `name` be a text"):
+        raise ConfigError(*name, "has an empty name", "let `name` be what metrics call it")
+    return tier
+
+
+def _made(name: Given, make: Callable[[], Made], remedy: str) -> Made:
+    """What `make`, code of the user's, returns; ConfigError for whatever it raises."""
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError(*name, reason, remedy) from error
+
+
+def _share_of(config: FsTierConfig, where: str, chunk_bytes: int) -> int | None:
     """Bytes that each root may take; ConfigError where that is less than a chunk."""
     if config.max_bytes is None:
         return None
     share, need = config.max_bytes // len(config.roots), max_bytes_for(1, chunk_bytes)
     if share < need:
         raise ConfigError(
-            "secondary_tiers[].max_bytes",
+            f"{where}.max_bytes",
             config.max_bytes,
             f"is less than one chunk of {need} bytes for each root_dir",
             f"write at least {need * len(config.roots)}, and better a thousand times that",
@@ -80,18 +171,20 @@ def _share_of(config: FsTierConfig, chunk_bytes: int) -> int | None:
     return share
 
 
-def _build_root(config: FsTierConfig, root: Path, namespace: Namespace, chunk_bytes: int) -> Tier:
+def _build_root(
+    config: FsTierConfig, root: Path, where: str, namespace: Namespace, chunk_bytes: int
+) -> Tier:
     try:
         io = open_engine(config.io_engine)
     except EngineUnavailable as error:
         raise ConfigError(
-            "secondary_tiers[].io_engine",
+            f"{where}.io_engine",
             config.io_engine,
             str(error),
             'write "auto", or leave the key out',
         ) from error
     pool = IoPool(f"fs:{root}", config.n_read_threads, config.n_write_threads)
-    max_bytes = _share_of(config, chunk_bytes)
+    max_bytes = _share_of(config, where, chunk_bytes)
     low = config.high_watermark if config.low_watermark is None else config.low_watermark
     if config.layout == "segments":
         if max_bytes is None:
@@ -124,9 +217,7 @@ def _build_root(config: FsTierConfig, root: Path, namespace: Namespace, chunk_by
     )
 
 
-def build_host_copier(
-    pages: Sequence[npt.NDArray[np.uint8]], layout: ShareLayout, share: npt.NDArray[np.uint8]
-) -> DeviceCopier:
-    """Copies between host arrays (uint8, `(num_blocks, page_bytes)`, one a layer) and a rank's
-    share of the host tier (uint8, `(rows, share_bytes)`)."""
-    return HostCopier(pages, layout, share)
+def build_host_copier(groups: Sequence[HostPages], share: npt.NDArray[np.uint8]) -> DeviceCopier:
+    """Copies between host arrays, by KV cache group, and a rank's share of the host tier (uint8,
+    `(rows, share_bytes)`)."""
+    return HostCopier(groups, share)

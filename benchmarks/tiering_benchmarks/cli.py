@@ -14,9 +14,9 @@ from types import FrameType
 from typing import NoReturn
 
 from tiering.errors import TieringError
-from tiering_benchmarks import demo, index, models, scheduler, tiers
+from tiering_benchmarks import control, demo, index, models, serve, tiers
 
-COMMANDS = (demo, index, models, scheduler, tiers)
+COMMANDS = (control, demo, index, models, serve, tiers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

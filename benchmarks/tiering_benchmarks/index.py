@@ -32,7 +32,7 @@ from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.files.bookings import Booked
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.segments.files import SegmentFiles
-from tiering_benchmarks.scheduler import Spread
+from tiering_benchmarks.control import Spread
 from tiering_benchmarks.tiers import own_directory
 from tiering_benchmarks.tiers_run import Plan, WrongAnswer, drop_cache
 from tiering_benchmarks.tiers_sides import FILES, SEGMENTS, build_tier, namespace

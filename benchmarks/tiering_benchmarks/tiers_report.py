@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tiering.layout import ALIGNMENT
-from tiering_benchmarks.scheduler import Spread
+from tiering_benchmarks.control import Spread
 from tiering_benchmarks.tiers_run import COLD, EXISTS, OPERATIONS, WARM, WRITE, Cost, Samples
 from tiering_benchmarks.tiers_sides import FILES, FIO, SEGMENTS, VLLM
 from tiering_kernels.engines import open_engine

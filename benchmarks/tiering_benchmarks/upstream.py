@@ -2,7 +2,7 @@
 
 The sequence of calls is that of vLLM 0.32's offloading scheduler for a model with full attention,
 without the scheduler's own books. The secondary tier is vLLM's example tier, which keeps only
-names. Importing this imports vLLM; only `scheduler` does, and only when asked to compare.
+names. Importing this imports vLLM; only `control` does, and only when asked to compare.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Region:
 
 
 class UpstreamManager:
-    """A `tiering_benchmarks.scheduler.Side`: with `tiers` = 0 vLLM's CPUOffloadingManager, else its
+    """A `tiering_benchmarks.control.Side`: with `tiers` = 0 vLLM's CPUOffloadingManager, else its
     TieringOffloadingManager; LRU, events on."""
 
     def __init__(self, slots: int, tiers: int) -> None:
@@ -70,27 +70,41 @@ class UpstreamManager:
         self._manager.on_request_finished(context)
         yield
 
-    def pin(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
-        context, wanted = self._begin(request), _offload_keys(keys)
+    def load(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
+        context = self._contexts[request] = self._begin(request)
         yield
-        self._manager.prepare_load(wanted, context)
+        self._manager.prepare_load(_offload_keys(keys), context)
         yield
-        self._manager.complete_load(wanted, context)
+
+    def loaded(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
+        context = self._contexts.pop(request)
+        self._manager.complete_load(_offload_keys(keys), context)
         yield
         self._manager.on_request_finished(context)
         yield
 
     def store(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
-        context = self._begin(request)
+        context = self._contexts[request] = self._begin(request)
         yield
         output = self._manager.prepare_store(_offload_keys(keys), context)
         yield
-        if output is None:
+        if output is None or len(output.keys_to_store) != len(keys):
             raise AssertionError(f"vLLM's manager had no room for {len(keys)} chunks")
-        self._manager.complete_store(output.keys_to_store, context)
+
+    def stored(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
+        context = self._contexts.pop(request)
+        self._manager.complete_store(_offload_keys(keys), context)
         yield
         self._manager.on_request_finished(context)
         yield
+
+    def written(self) -> Iterator[None]:
+        """One step's end hands them over, the next one's takes in that they are done."""
+        self._manager.on_schedule_end(STEP_END)
+        yield
+        self._manager.on_schedule_end(STEP_END)
+        yield
+        list(self._manager.take_events())
 
     def promote(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
         context = self._contexts[request] = self._begin(request)
@@ -100,7 +114,7 @@ class UpstreamManager:
         self._manager.on_schedule_end(STEP_END)
         yield
 
-    def arrive(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
+    def promoted(self, request: str, keys: Sequence[bytes]) -> Iterator[None]:
         """The example tier was done at once: the next step's end takes the news in."""
         self._manager.on_schedule_end(STEP_END)
         yield
@@ -111,13 +125,16 @@ class UpstreamManager:
         self._manager.on_request_finished(context)
         yield
 
+    def idle(self) -> Iterator[None]:
+        self._manager.on_schedule_end(STEP_END)
+        yield
+
     def learn(self, keys: Sequence[bytes]) -> None:
         for tier in self._tiers:
             tier.chunks.update(dict.fromkeys(_offload_keys(keys), True))
 
-    def settle(self) -> None:
-        self._manager.on_schedule_end(STEP_END)
-        list(self._manager.take_events())
+    def close(self) -> None:
+        self._contexts.clear()
 
     def _begin(self, request: str) -> ReqContext:
         context = ReqContext(request)

@@ -1,10 +1,10 @@
 """The engines in C: a batch is one call without the interpreter lock, by io_uring or threads.
 
-Owns the library that `hatch_build.py` compiles from `csrc`: finds it, refuses one of another
-version, and hands it the XXH3-128 of the `xxhash` package, so that there is one implementation
-of the checksum, not two. `uring` keeps several items of a batch in flight from the calling
-thread; `threads` moves one after the other, and is as parallel as its callers. Where a thread
-cannot have a ring for now (no descriptor, no memory), `uring` does its batch as `threads` would.
+Hands the library that `hatch_build.py` compiles from `csrc` the XXH3-128 of the `xxhash` package,
+so that there is one implementation of the checksum, not two. `uring` keeps several items of a batch
+in flight from the calling thread; `threads` moves one after the other, and is as parallel as its
+callers. Where a thread cannot have a ring for now (no descriptor, no memory), `uring` does its
+batch as `threads` would.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from tiering_kernels import library
 from tiering_kernels.chunkio import Engine, EngineUnavailable, check_batch
 
-LIBRARY = Path(__file__).with_name("_native.so")
-ABI = 1
+LIBRARY = Path(library.LIBRARY)
 
 _READ_FILES, _WRITE_FILES, _READ_SLOTS, _WRITE_SLOTS = range(4)
 _BYTE = ctypes.c_char
@@ -197,26 +197,17 @@ def _loaded(path: Path) -> ctypes.CDLL:
         raise EngineUnavailable(
             f"no native code: {path.name} was not built; install a C compiler, then kv-tiering anew"
         )
-    try:
-        library = ctypes.CDLL(str(path))
-        found: int = library.kvt_abi()
-    except (OSError, AttributeError) as error:
-        raise EngineUnavailable(f"native code cannot be loaded: {error}") from error
-    if found != ABI:
-        raise EngineUnavailable(
-            f"{path} is of version {found}, not {ABI}: build it anew with `python hatch_build.py`, "
-            "or install kv-tiering anew"
-        )
-    library.kvt_sources.restype = ctypes.c_char_p
-    library.kvt_use_hash.restype = None
-    library.kvt_run.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
-    library.kvt_run.restype = None
-    library.kvt_sizes.argtypes = (ctypes.c_int32, ctypes.c_char_p, ctypes.c_void_p)
-    library.kvt_sizes.restype = None
-    library.kvt_checksum.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p)
-    library.kvt_checksum.restype = None
-    _give_hash(library)
-    return library
+    native = library.load(str(path), ctypes.CDLL)
+    native.kvt_sources.restype = ctypes.c_char_p
+    native.kvt_use_hash.restype = None
+    native.kvt_run.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
+    native.kvt_run.restype = None
+    native.kvt_sizes.argtypes = (ctypes.c_int32, ctypes.c_char_p, ctypes.c_void_p)
+    native.kvt_sizes.restype = None
+    native.kvt_checksum.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p)
+    native.kvt_checksum.restype = None
+    _give_hash(native)
+    return native
 
 
 def _give_hash(library: ctypes.CDLL) -> None:

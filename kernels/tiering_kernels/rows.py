@@ -67,7 +67,7 @@ def _pieces(
             raise ValueError(f"layer {number}: pages {layer.shape} do not fit rows {share.shape}")
     if not len(blocks) == len(slots) == len(positions):
         raise ValueError(f"{len(blocks)} blocks, {len(slots)} slots, {len(positions)} positions")
-    if not len(blocks):
+    if not len(blocks) or not pages:
         return []
     _require_below("block", blocks, min(layer.shape[0] for layer in pages))
     _require_below("slot", slots, min(share.shape[0] for share in shares))

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tiering.device.base import BlockMap, DeviceCopier
+from tiering.device.base import BlockMap, DeviceCopier, HostPages
 from tiering.errors import CopyError
+from tiering.layout import ShareLayout
 from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
 
 GARBAGE = 0xDD
@@ -120,9 +121,9 @@ class GatedCopier(DeviceCopier):
         share: npt.NDArray[np.uint8],
         blocks_per_chunk: int,
     ) -> None:
-        self._pages = pages
+        widths = tuple(layer.shape[1] for layer in pages)
+        self._groups = [HostPages(pages, ShareLayout(widths, blocks_per_chunk))]
         self._share = share
-        self._per_chunk = blocks_per_chunk
         self.queues: dict[str, deque[tuple[BlockMap, Future[None]]]] = {
             GATHER: deque(),
             SCATTER: deque(),
@@ -130,11 +131,18 @@ class GatedCopier(DeviceCopier):
         self.to_fail: Counter[str] = Counter()
         self.waits = 0
 
+    @classmethod
+    def of(cls, groups: Sequence[HostPages], share: npt.NDArray[np.uint8]) -> GatedCopier:
+        """For several KV cache groups."""
+        copier = cls(groups[0].pages, share, groups[0].layout.blocks_per_chunk)
+        copier._groups = list(groups)
+        return copier
+
     def gather(self, blocks: BlockMap) -> Future[None]:
         return self._queued(GATHER, blocks)
 
     def scatter(self, blocks: BlockMap) -> Future[None]:
-        for layer in self._pages:
+        for layer in self._groups[blocks.group].pages:
             layer[blocks.blocks] = GARBAGE
         return self._queued(SCATTER, blocks)
 
@@ -153,7 +161,8 @@ class GatedCopier(DeviceCopier):
             self.to_fail[direction] -= 1
             future.set_exception(CopyError(f"{direction} was told to fail"))
             return
-        for layer, part in zip(self._pages, self._parts(), strict=True):
+        group = self._groups[blocks.group]
+        for layer, part in zip(group.pages, self._parts(group.layout), strict=True):
             if direction == GATHER:
                 part[blocks.slots, blocks.positions] = layer[blocks.blocks]
             else:
@@ -164,12 +173,14 @@ class GatedCopier(DeviceCopier):
         while self.queues[direction]:
             self.run(direction)
 
-    def _parts(self) -> list[npt.NDArray[np.uint8]]:
+    def _parts(self, layout: ShareLayout) -> list[npt.NDArray[np.uint8]]:
         """Each layer's part of the share: `(slots, blocks_per_chunk, page_bytes)`."""
-        widths = [layer.shape[1] * self._per_chunk for layer in self._pages]
-        parts = np.split(self._share, np.cumsum(widths)[:-1], axis=1)
+        parts = []
+        for at, page in zip(layout.layer_offsets, layout.page_bytes, strict=True):
+            part = self._share[:, at : at + page * layout.blocks_per_chunk]
+            parts.append(part.reshape(len(part), layout.blocks_per_chunk, page))
         assert all(np.shares_memory(part, self._share) for part in parts)
-        return [part.reshape(len(part), self._per_chunk, -1) for part in parts]
+        return parts
 
     def _queued(self, direction: str, blocks: BlockMap) -> Future[None]:
         future = _GatedFuture(lambda waited_for: self._finish(direction, waited_for))

@@ -1,14 +1,18 @@
-"""Where scenes in the mini vLLM begin."""
+"""Where scenes in the mini vLLM begin, and the states that a request waits in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from gated import SCATTER
 from mini_vllm import MiniVllm
 from tiering.residency.plan import Cascade, Contains, Promote
 
 
-def stored_before(tokens: int, slots: int = 16, **more: int) -> MiniVllm:
+def stored_before(tokens: int, slots: int = 16, **more: Any) -> MiniVllm:
     """An engine, just started, whose tier holds the chunks of `range(tokens)`."""
-    before = MiniVllm(**more | {"slots": 64, "device_blocks": 64})
+    before = MiniVllm(**more | {"slots": 64, "device_blocks": 128})
     before.add("before", range(tokens))
     before.run()
     vllm = MiniVllm(slots=slots, **more)
@@ -29,3 +33,53 @@ def step_until(vllm: MiniVllm, kind: type) -> Contains | Promote | Cascade:
             vllm.portal.finish(question)
         vllm.step()
     raise AssertionError(f"no {kind.__name__} came out")
+
+
+def load_begins(vllm: MiniVllm) -> None:
+    """Until a copy to the device waits at its gate."""
+    vllm.portal.finish(step_until(vllm, Promote))
+    vllm.step()
+    assert vllm.copiers[0].queues[SCATTER]
+
+
+def asking(vllm: MiniVllm) -> None:
+    vllm.step()
+    assert steps_of(vllm, Contains)
+
+
+def promoting(vllm: MiniVllm) -> None:
+    step_until(vllm, Promote)
+
+
+def held(vllm: MiniVllm) -> None:
+    """Promoted, but no device blocks to be had."""
+    vllm.portal.finish(step_until(vllm, Promote))
+    hostage = vllm.pool.take(len(vllm.pool.free))
+    vllm.step()
+    assert vllm.core.budget.held
+    assert not vllm.half.needs_steps
+    vllm.pool.give_back(hostage)
+
+
+def copying(vllm: MiniVllm) -> None:
+    load_begins(vllm)
+
+
+def copied_but_not_told(vllm: MiniVllm) -> None:
+    load_begins(vllm)
+    vllm.copiers[0].run_all(SCATTER)
+
+
+def arrived(vllm: MiniVllm) -> None:
+    copied_but_not_told(vllm)
+    hostage = vllm.pool.take(len(vllm.pool.free))
+    vllm.step()
+    assert not vllm.half.needs_steps
+    vllm.pool.give_back(hostage)
+
+
+STATES: list[Callable[[MiniVllm], None]] = [
+    *(asking, promoting, held),
+    *(copying, copied_but_not_told, arrived),
+]
+NOTHING_COPIED_YET = (asking, promoting, held)

@@ -1,10 +1,10 @@
 """As much of vLLM as the connector's halves can see, with all of its habits that matter to them.
 
-Scheduling in vLLM's order (running first, preempting the last; then waiting), a block pool with
-prefix cache and reuse, asynchronous loads, aborts that keep blocks until a load has ended, failed
-loads computed again. "Computing" a token writes its stamp: a hash of all tokens up to it, the
-epoch (the weights), layer and rank; after each step every token that counts as computed must have
-its stamp. Copies and tiers are gated: nothing ends unless the test says so.
+Scheduling in vLLM's order (running first, preempting the last; then waiting), steps cut where
+recurrent states have to be final, a block pool with prefix cache and reuse, asynchronous loads,
+aborts that keep blocks until a load has ended, failed loads computed again. After each step every
+token that is still read must have its stamp, in every group and rank (`mini_device`). Copies and
+tiers are gated: nothing ends unless the test says so.
 """
 
 from __future__ import annotations
@@ -18,28 +18,36 @@ from typing import Any
 import numpy as np
 
 from gated import GATHER, SCATTER, GatedCopier, GatedPortal
-from mini_blocks import BLOCK, BlockPool, Request
+from mini_blocks import BlockPool, Request
+from mini_device import RankDevice
+from mini_groups import BLOCK, full, geometry_for, numbered
+from mini_tables import Tables
 from tiering.engine import Engine
 from tiering.events import NoEvents
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
 from tiering.testing.clocks import ManualClock
-from tiering_connectors.vllm.geometry import Geometry, Region
+from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
+from tiering_connectors.vllm.params import TierKind
 from tiering_connectors.vllm.scheduler import SchedulerHalf
 from tiering_connectors.vllm.worker import WorkerHalf
 
-LAYERS = 2
 DEADLINE_SECONDS = 10.0
 
 
 class MiniVllm:
-    """One engine, `ranks` workers. `step` is one turn of vLLM's loop."""
+    """One engine, `ranks` workers, `replicas` neighbours of which hold the same bytes. `step` is
+    one turn of vLLM's loop. `groups` is one of all history, of chunks of `blocks_per_chunk`,
+    unless given."""
 
     def __init__(
         self,
         *,
+        groups: Sequence[Group] = (),
+        replicas: int = 1,
+        tier_kinds: Sequence[TierKind] = (),
         blocks_per_chunk: int = 1,
         ranks: int = 1,
         device_blocks: int = 32,
@@ -50,33 +58,34 @@ class MiniVllm:
         token_budget: int = 64,
         running_max: int = 4,
     ) -> None:
-        page = BLOCK * 8
-        self.geometry = Geometry(
-            tokens_per_block=BLOCK,
-            hashes_per_block=hashes_per_block,
-            num_blocks=device_blocks,
-            regions=(Region(0, page, page),) * LAYERS,
-            blocks_per_chunk=blocks_per_chunk,
-            ranks=ranks,
-            group="full attention",
+        # Block 0 is nobody's.
+        device_blocks += 1
+        self.geometry = geometry = geometry_for(
+            numbered(groups or [full(per_chunk=blocks_per_chunk)]),
+            BLOCK // hashes_per_block,
+            device_blocks,
+            ranks,
+            replicas,
         )
         self.clock = ManualClock()
-        share = self.geometry.share.share_bytes
-        self.rows = np.full((slots, share * ranks), 0xEE, np.uint8)
+        self.rows = np.full((slots, geometry.row.payload_bytes), 0xEE, np.uint8)
         self.portal = GatedPortal(self.rows, tiers)
-        self.core = Residency(slots, tiers, LruPolicy(), self.clock, DEADLINE_SECONDS)
-        self.half = SchedulerHalf(
-            Engine(self.core, self.portal, NoEvents()), self.geometry, prompt_only
-        )
-        self.pages = [
-            [np.zeros((device_blocks, page), np.uint8) for _ in range(LAYERS)] for _ in range(ranks)
-        ]
-        self.copiers = [
-            GatedCopier(pages, self.rows[:, rank * share : (rank + 1) * share], blocks_per_chunk)
-            for rank, pages in enumerate(self.pages)
-        ]
-        self.workers = [WorkerHalf(copier) for copier in self.copiers]
+        self.core = Residency(slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS)
+        engine = Engine(self.core, self.portal, NoEvents())
+        self.half = SchedulerHalf(engine, geometry, prompt_only, self.clock, tier_kinds)
+        self.devices, self.copiers, self.workers = [], [], []
+        for rank in range(ranks):
+            own = geometry.share_of(rank)
+            share = self.rows[:, own * geometry.share_bytes :][:, : geometry.share_bytes]
+            device = RankDevice(geometry, own)
+            copier = GatedCopier.of(device.pages, share)
+            self.devices.append(device)
+            self.copiers.append(copier)
+            self.workers.append(
+                WorkerHalf(copier, geometry.block_bytes, self.clock, rank % replicas, replicas)
+            )
         self.pool = BlockPool(device_blocks)
+        self.tables = Tables(geometry.groups, self.pool, token_budget)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.draining: dict[str, Request] = {}
@@ -94,9 +103,12 @@ class MiniVllm:
 
     # What a front end does
 
-    def add(self, request_id: str, tokens: Sequence[int], outputs: int = 1) -> Request:
-        hash_tokens = BLOCK // self.geometry.hashes_per_block
-        request = Request(request_id, list(tokens), outputs, hash_tokens)
+    def add(
+        self, request_id: str, tokens: Sequence[int], outputs: int = 1, **params: Any
+    ) -> Request:
+        """`params`: its `kv_transfer_params`."""
+        request = Request(request_id, list(tokens), outputs, self.geometry.tokens_per_hash)
+        request.kv_transfer_params = params or None
         self.waiting.append(request)
         return request
 
@@ -113,7 +125,7 @@ class MiniVllm:
             self.seen["aborts while loading"] += 1
             self.draining[request.request_id] = request
         else:
-            self._free(request)
+            self.tables.free(request)
 
     def reset(self) -> bool:
         """Everything is preempted and forgotten; with nobody loading, the weights change."""
@@ -127,15 +139,11 @@ class MiniVllm:
         return is_idle
 
     def forget_device(self, request: Request | None = None, keep: int = 0) -> None:
-        """The prefix cache loses all but the first `keep` blocks of `request`."""
-        kept = (
-            {}
-            if request is None
-            else {h: self.pool.cached[h] for h in map(request.block_hash, range(keep))}
-        )
+        """The prefix cache loses all but the first `keep` tokens of `request`."""
+        kept = self.tables.cached_before(request, keep) if request is not None else {}
         self.pool.forget()
-        for block_hash, block in kept.items():
-            self.pool.cache(block, block_hash)
+        for (group, block_hash), block in kept.items():
+            self.pool.cache(block, group, block_hash)
 
     # A step
 
@@ -150,19 +158,23 @@ class MiniVllm:
         assert not new_jobs & set(orders.fence)
         self._issued |= new_jobs
         loaded: Counter[str] = Counter()
+        failed: set[str] = set()
         bad: set[int] = set()
         told: Acknowledgements | None = None
         for rank, worker in enumerate(self.workers):
             mine = pickle.loads(pickle.dumps(orders))
             self._work(rank, worker, mine, output)
-            loaded.update(worker.take_loaded())
-            bad |= worker.take_bad_blocks()
+            results = worker.take_loaded()
+            loaded.update(results.requests)
+            failed |= results.failed
+            bad |= results.bad_blocks
             ended = worker.take_acknowledgements()
             if ended is not None:
                 self._acknowledged.update(ended.ended)
                 told = ended if told is None else told.merged(ended)
         self._compute_on(output)
-        self._take_results(loaded, bad, told)
+        (self._take_bad_blocks(bad) if self._names_blocks else self._take_failed(failed))
+        self._take_results(loaded, told)
         self.check()
         return orders
 
@@ -201,7 +213,7 @@ class MiniVllm:
         assert not self.core._holds.owners()
         assert self.core.is_settled
         assert not any(self.pool.users)
-        assert self._acknowledged == dict.fromkeys(self._issued, self.geometry.ranks)
+        assert self._acknowledged == dict.fromkeys(self._issued, self.geometry.world)
 
     def check(self) -> None:
         """What holds after every step."""
@@ -214,38 +226,48 @@ class MiniVllm:
         assert pins.tolist() == slots.load_pins.tolist()
         live = {r.request_id for r in self.running + self.waiting} | set(self.draining)
         assert set(holds.owners()) <= live
-        assert all(count <= self.geometry.ranks for count in self._acknowledged.values())
+        assert all(count <= self.geometry.world for count in self._acknowledged.values())
 
     # Parts of a step
+
+    @property
+    def _names_blocks(self) -> bool:
+        """Whether a failed load is told by its blocks: of one group with all history, which can go
+        on at any of them. Otherwise by its request."""
+        return [group.kind for group in self.geometry.groups] == [Kind.FULL]
 
     def _schedule(self) -> Any:
         self._budget = self._token_budget
         self._scheduled: dict[str, int] = {}
         self._new: list[Any] = []
-        self._cached_ids: list[tuple[list[int]] | None] = []
+        self._cached_ids: list[tuple[list[int], ...] | None] = []
         has_preempted = False
         at = 0
         while at < len(self.running) and self._budget:
             request = self.running[at]
-            tokens = min(request.num_tokens - request.num_computed_tokens, self._budget)
-            fresh = self._extend(request, request.num_computed_tokens + tokens)
+            start = request.num_computed_tokens
+            tokens = self._cut(request, start, min(request.num_tokens - start, self._budget))
+            if not tokens:
+                at += 1
+                continue
+            fresh = self.tables.extend(request, start + tokens)
             while fresh is None:
                 has_preempted = True
                 victim = self.running.pop()
                 self._preempt(victim)
                 if victim is request:
                     break
-                fresh = self._extend(request, request.num_computed_tokens + tokens)
+                fresh = self.tables.extend(request, start + tokens)
             if fresh is None:
                 break
             self._grant(request, tokens)
-            self._cached_ids.append((fresh,) if fresh else None)
+            self._cached_ids.append(tuple(fresh) if any(fresh) else None)
             at += 1
         if not has_preempted:
             self._admit()
-        tables = {r.request_id: r.blocks for r in self.running}
+        tables = {r.request_id: tuple(r.blocks) for r in self.running}
         state = SimpleNamespace(
-            get_block_ids=lambda name: (tables[name],) if name in self._scheduled else None
+            get_block_ids=lambda name: tables[name] if name in self._scheduled else None
         )
         return SimpleNamespace(
             num_scheduled_tokens=self._scheduled,
@@ -254,6 +276,26 @@ class MiniVllm:
             kv_connector_block_state=state,
         )
 
+    def _cut(self, request: Request, start: int, tokens: int) -> int:
+        """Where there are recurrent states, prefills end where states can be cached: at ends of
+        blocks, and at the last one that a repeated prompt could go on at."""
+        groups, size = self.geometry.groups, self.tables.align
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        has_states = any(group.kind is Kind.STATE for group in groups)
+        if not has_states or start >= prefill_end:
+            return tokens
+        end = start + tokens
+        if end < prefill_end:
+            aligned = end // size * size
+            if aligned > start or size <= self._token_budget:
+                end = aligned
+        if any(group.is_draft for group in groups):
+            last = request.num_tokens // size * size - size
+        else:
+            last = (request.num_tokens - 1) // size * size
+        next_end = (start // size + 1) * size if start % size else 0
+        return min([stop for stop in (last, next_end) if start < stop < end], default=end) - start
+
     def _admit(self) -> None:
         # Those that hold blocks come first: nobody else could ever be given them.
         for request in sorted(self.waiting, key=lambda waiting: not waiting.blocks):
@@ -261,23 +303,31 @@ class MiniVllm:
                 return
             if request.status == "LOADING" and not self._has_arrived(request):
                 continue
-            local: list[int] = []
-            external = 0
+            hit: list[list[int]] = [[] for _ in self.geometry.groups]
+            local = external = 0
             if not request.num_computed_tokens:
-                local = self._local_hit(request)
-                found = self.half.matched(request, len(local) * BLOCK)
+                local, hit = self.tables.local_hit(request)
+                found = self.half.matched(request, local)
                 if found is None:
                     continue
                 external = found
-            total = request.num_computed_tokens + len(local) * BLOCK + external
+            total = request.num_computed_tokens + local + external
             assert total < request.num_tokens
-            tokens = 0 if external else min(request.num_tokens - total, self._budget)
-            if not self._fits_whole(request, len(local)):
+            assert not external or total % self.tables.align == 0
+            tokens = 0
+            if not external:
+                left = min(request.num_tokens - total, self._budget)
+                tokens = self._cut(request, total, left)
+                if not tokens:
+                    return
+            others = [r for r in self.running + self.waiting if r is not request]
+            if not self.tables.fits_whole(request, hit, total, others):
                 return
-            self.pool.share(local)
-            request.blocks += local
-            assert self._extend(request, total + tokens) is not None
-            self.half.allocated(request, request.blocks if external else [], external)
+            if not request.num_computed_tokens:
+                self.tables.adopt(request, hit, local, external)
+            if not external:
+                assert self.tables.extend(request, total + tokens) is not None
+            self.half.allocated(request, request.blocks if external else (), external)
             request.num_computed_tokens = total
             if external:
                 request.status = "LOADING"
@@ -285,64 +335,25 @@ class MiniVllm:
                 continue
             self.waiting.remove(request)
             self.running.append(request)
+            blocks = tuple(list(table) for table in request.blocks)
             if request.is_resumed:
-                self._cached_ids.append((list(request.blocks),))
+                self._cached_ids.append(blocks)
             else:
-                self._new.append(
-                    SimpleNamespace(block_ids=(list(request.blocks),), num_computed_tokens=total)
-                )
+                self._new.append(SimpleNamespace(block_ids=blocks, num_computed_tokens=total))
             self._grant(request, tokens)
-
-    def _local_hit(self, request: Request) -> list[int]:
-        blocks: list[int] = []
-        for index in range((request.num_tokens - 1) // BLOCK):
-            block = self.pool.cached.get(request.block_hash(index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def _fits_whole(self, request: Request, local: int) -> bool:
-        """Whoever is admitted finds room to the end of its tokens, even if nobody gives way."""
-        promised = sum(
-            max(0, -(-r.num_tokens // BLOCK) - len(r.blocks))
-            for r in self.running + self.waiting
-            if r.blocks and r is not request
-        )
-        shared = self._local_hit(request)[:local] if local else []
-        idle = sum(not self.pool.users[block] for block in shared)
-        wanted = -(-request.num_tokens // BLOCK) - local - len(request.blocks)
-        return wanted + promised + idle <= len(self.pool.free)
 
     def _grant(self, request: Request, tokens: int) -> None:
         self._scheduled[request.request_id] = tokens
         self._budget -= tokens
         request.status = "RUNNING"
-        self._cache_full(request, request.num_computed_tokens + tokens)
-
-    def _extend(self, request: Request, tokens: int) -> list[int] | None:
-        """The new blocks for `tokens` in all, or None."""
-        count = max(0, -(-tokens // BLOCK) - len(request.blocks))
-        if count > len(self.pool.free):
-            return None
-        fresh = self.pool.take(count)
-        request.blocks += fresh
-        return fresh
-
-    def _cache_full(self, request: Request, tokens: int) -> None:
-        for index in range(tokens // BLOCK):
-            self.pool.cache(request.blocks[index], request.block_hash(index))
+        self.tables.cache(request, request.num_computed_tokens + tokens)
 
     def _preempt(self, request: Request) -> None:
         self.seen["preemptions"] += 1
-        self._free(request)
+        self.tables.free(request)
         request.status, request.is_resumed = "PREEMPTED", True
         request.num_computed_tokens = 0
         self.waiting.insert(0, request)
-
-    def _free(self, request: Request) -> None:
-        self.pool.give_back(request.blocks)
-        request.blocks = []
 
     def _has_arrived(self, request: Request) -> bool:
         name = request.request_id
@@ -353,36 +364,29 @@ class MiniVllm:
         if name in self._failed:
             self._failed.remove(name)
             self.seen["failed loads"] += 1
-            if not request.num_computed_tokens:
-                self._free(request)
-        self._cache_full(request, request.num_computed_tokens)
+        if request.num_computed_tokens:
+            self.tables.cache(request, request.num_computed_tokens)
+        else:
+            self.tables.free(request)
         return True
 
     def _work(self, rank: int, worker: WorkerHalf, orders: StepOrders, output: Any) -> None:
         worker.fence(orders)
-        targets = {b for job in orders.loads for b in job.blocks.blocks.tolist()}
-        for request in self._scheduled_requests(output):
-            start = request.num_computed_tokens
-            end = start + output.num_scheduled_tokens[request.request_id]
-            stamps = request.stamps(start, end, self.epoch)
-            targets |= set(request.blocks[start // BLOCK : -(-end // BLOCK)])
-            for layer, pages in enumerate(self.pages[rank]):
-                words = pages.view(np.uint64)
-                for at, stamp in zip(range(start, end), stamps, strict=True):
-                    words[request.blocks[at // BLOCK], at % BLOCK] = stamp + rank * LAYERS + layer
-        assert not targets & self.copiers[rank].being_read(), "a store's source was written to"
+        device = self.devices[rank]
+        spans = [
+            (r, r.num_computed_tokens, r.num_computed_tokens + self._scheduled[r.request_id])
+            for r in self._scheduled_requests(output)
+        ]
+        targets = {block for job in orders.loads for block in job.blocks}
+        # Looked at before anything is written: the copies of this step take no time.
+        being_read = self.copiers[rank].being_read()
+        for request, start, end in spans:
+            targets |= device.compute(request, start, end, self.epoch)
+        assert not targets & being_read, "a store's source was written to"
         worker.start_loads(orders)
         worker.start_stores(orders)
-        for request in self._scheduled_requests(output):
-            self._verify(request, rank, output)
-
-    def _verify(self, request: Request, rank: int, output: Any) -> None:
-        end = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-        wanted = np.array(request.stamps(0, end, self.epoch), np.uint64)
-        for layer, pages in enumerate(self.pages[rank]):
-            words = pages.view(np.uint64)[request.blocks].ravel()[:end]
-            wrong = np.flatnonzero(words != wanted + np.uint64(rank * LAYERS + layer))
-            assert not len(wrong), f"{request.request_id}: wrong KV at tokens {wrong.tolist()}"
+        for request, start, end in spans:
+            device.check(request, start, end, self.epoch)
 
     def _scheduled_requests(self, output: Any) -> list[Request]:
         return [r for r in self.running if r.request_id in output.num_scheduled_tokens]
@@ -397,28 +401,35 @@ class MiniVllm:
             if request.num_tokens - request.num_prompt_tokens == request.outputs:
                 self.running.remove(request)
                 self.half.finished(request)
-                self._free(request)
+                self.tables.free(request)
                 self.finished.append(request)
 
-    def _take_results(
-        self, loaded: Counter[str], bad: set[int], told: Acknowledgements | None
-    ) -> None:
+    def _take_bad_blocks(self, bad: set[int]) -> None:
+        size = self.geometry.groups[0].tokens_per_block
         for request in self.waiting:
             if request.status == "LOADING":
-                reach = -(-request.num_computed_tokens // BLOCK)
-                for index, block in enumerate(request.blocks[:reach]):
+                reach = -(-request.num_computed_tokens // size)
+                for index, block in enumerate(request.blocks[0][:reach]):
                     if block in bad:
-                        request.num_computed_tokens = index * BLOCK
+                        request.num_computed_tokens = index * size
                         self._failed.add(request.request_id)
                         break
+
+    def _take_failed(self, failed: set[str]) -> None:
+        for request in self.waiting:
+            if request.status == "LOADING" and request.request_id in failed:
+                request.num_computed_tokens = 0
+                self._failed.add(request.request_id)
+
+    def _take_results(self, loaded: Counter[str], told: Acknowledgements | None) -> None:
         if told is not None:
             self.half.acknowledged(told)
         self.loaded.update(loaded)
         for name in loaded:
-            if self.loaded[name] % self.geometry.ranks:
+            if self.loaded[name] % self.geometry.world:
                 continue
             if name in self.draining:
-                self._free(self.draining.pop(name))
+                self.tables.free(self.draining.pop(name))
             else:
                 assert any(r.request_id == name and r.status == "LOADING" for r in self.waiting)
                 self._received.add(name)

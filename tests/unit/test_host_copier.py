@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from tiering.device import host
-from tiering.device.base import BlockMap
+from tiering.device.base import BlockMap, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ClosedError, CopyError
 from tiering.layout import RowLayout, ShareLayout
@@ -50,7 +51,7 @@ def share() -> ByteArray:
 
 @pytest.fixture
 def copier(pages: list[ByteArray], share: ByteArray) -> Iterator[HostCopier]:
-    copier = HostCopier(pages, LAYOUT, share)
+    copier = HostCopier([HostPages(pages, LAYOUT)], share)
     yield copier
     copier.close()
 
@@ -198,7 +199,7 @@ def test_close_lets_go_of_the_region(tmp_path: Path) -> None:
     """Also while a failed copy's future is still held by somebody."""
     name = region_name("close_lets_go")
     region = Region.open(name, RowLayout(LAYOUT.share_bytes), 64 << 10, tmp_path)
-    copier = HostCopier(stamped_pages(), LAYOUT, region.share(0))
+    copier = HostCopier([HostPages(stamped_pages(), LAYOUT)], region.share(0))
     failed = copier.gather(chunk((99,), slot=0))
     assert isinstance(failed.exception(SECONDS), CopyError)
     region.close()
@@ -212,8 +213,27 @@ def test_arrays_that_do_not_fit_the_layout_are_refused(
     pages: list[ByteArray], share: ByteArray
 ) -> None:
     with pytest.raises(ValueError, match="pages of"):
-        HostCopier(pages[::-1], LAYOUT, share)
+        HostPages(pages[::-1], LAYOUT)
     with pytest.raises(ValueError, match="pages of"):
-        HostCopier(pages[:1], LAYOUT, share)
+        HostPages(pages[:1], LAYOUT)
     with pytest.raises(ValueError, match="a share of 271 bytes"):
-        HostCopier(pages, LAYOUT, share[:, :-1])
+        HostCopier([HostPages(pages, LAYOUT)], share[:, :-1])
+
+
+def test_each_group_has_pages_and_a_layout_of_its_own(
+    pages: list[ByteArray], share: ByteArray
+) -> None:
+    """The second group has one layer, and chunks of one block: less than the share has room for."""
+    small = HostPages([pages[1]], ShareLayout((36,), blocks_per_chunk=1))
+    copier = HostCopier([HostPages(pages, LAYOUT), small], share)
+    wanted = pages[1][5].copy()
+    copier.gather(replace(chunk((5,), slot=2), group=1)).result(SECONDS)
+    copier.gather(chunk((3, 4), slot=1)).result(SECONDS)
+    assert (share[2, :36] == wanted).all()
+    assert not share[2, 36:].any()
+    pages[1][5] = 0
+    copier.scatter(replace(chunk((5,), slot=2), group=1)).result(SECONDS)
+    assert (pages[1][5] == wanted).all()
+    with pytest.raises(CopyError):
+        copier.gather(replace(chunk((5,), slot=2), group=2)).result(SECONDS)
+    copier.close()

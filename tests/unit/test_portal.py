@@ -196,7 +196,7 @@ def test_when_the_loop_dies_everything_fails_at_once_and_nothing_hangs(
 ) -> None:
     tier = BrokenTier()
     with started(tier) as (portal, _):
-        core = Residency(SLOTS, 1, LruPolicy(), ManualClock(), 10.0)
+        core = Residency(SLOTS, 1, LruPolicy(SLOTS), ManualClock(), 10.0)
         engine = Engine(core, portal, NoEvents())
         tier.hold("read")
         tier.hold("write")
@@ -293,7 +293,7 @@ def test_only_plain_data_crosses_the_portal() -> None:
     tier = MemoryTier()
     with started(tier) as (portal, rows):
         wire = Wire(portal)
-        core = Residency(SLOTS, 1, LruPolicy(), ManualClock(), load_deadline_seconds=0.02)
+        core = Residency(SLOTS, 1, LruPolicy(SLOTS), ManualClock(), load_deadline_seconds=0.02)
         engine = Engine(core, wire, NoEvents())
 
         def pump_until(condition: Callable[[], object]) -> None:

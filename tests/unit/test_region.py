@@ -31,10 +31,10 @@ from tiering.tiers.host import SHARED_MEMORY, Geometry, Region, region_name, swe
 def test_never_more_bytes_than_asked_for(share_bytes: int, ranks: int, capacity_bytes: int) -> None:
     layout = RowLayout(share_bytes, ranks)
     try:
-        geometry = Geometry.within(capacity_bytes, layout)
+        geometry = Geometry.within(capacity_bytes, layout, layout.ranks)
     except ConfigError as error:
         need = int(re.findall(r"takes (\d+) bytes", str(error))[0])
-        assert capacity_bytes < need == Geometry.within(need, layout).total_bytes
+        assert capacity_bytes < need == Geometry.within(need, layout, layout.ranks).total_bytes
     else:
         assert geometry.total_bytes <= capacity_bytes < geometry.total_bytes + layout.row_bytes
         assert geometry.record_offset(ranks - 1) + 64 <= geometry.header_bytes
@@ -60,9 +60,35 @@ def test_too_small_for_one_chunk_is_a_config_error(tmp_path: Path) -> None:
         open_here(tmp_path, capacity_bytes=2 * PAGE - 1)
     assert str(caught.value) == (
         "cpu_bytes_to_use = 8191: one chunk of all 4 ranks together takes 8192 bytes; "
-        "give the host tier 8192 bytes or more"
+        "write 8192 or more, or make chunks smaller with blocks_per_chunk"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_may_join_whatever_the_others_have_built(tmp_path: Path) -> None:
+    """As the scheduler does, which cannot know how large the largest of the ranks' shares is; and
+    ranks may be more than shares, where several hold the same bytes."""
+    with pytest.raises(RegionError, match="no worker has built"):
+        Region.join(NAME, tmp_path, deadline_seconds=0.02)
+    layout = RowLayout(share_bytes=2000, ranks=2)
+    with (
+        Region.open(NAME, layout, CAPACITY, tmp_path, ranks=4) as region,
+        Region.join(NAME, tmp_path) as joined,
+    ):
+        assert joined.geometry == region.geometry
+        assert (joined.geometry.ranks, joined.geometry.shares) == (4, 2)
+        for rank in range(4):
+            assert joined.announced()[rank] is None
+            region.announce(rank, bytes([rank]) * 32)
+        assert joined.wait_announced(1.0)[3] == bytes([3]) * 32
+        region.share(1)[0] = 7
+        assert (joined.share(1)[0] == 7).all()
+        with pytest.raises(IndexError, match="share 2"):
+            joined.share(2)
+        assert sweep(tmp_path) == []
+        joined._mapped()[8] += 1
+        with pytest.raises(RegionError, match="another version"):
+            Region.join(NAME, tmp_path, deadline_seconds=0.02)
 
 
 def test_rows_and_shares_are_the_same_bytes(tmp_path: Path) -> None:
@@ -247,7 +273,7 @@ def test_another_users_file_is_left_alone(tmp_path: Path) -> None:
 )
 def test_another_geometry_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     with open_here(tmp_path) as region:
-        with pytest.raises(RegionError, match=r"was made with .* 4, 4096, 3, 1000\), this"):
+        with pytest.raises(RegionError, match=r"was made with .* 4, 4096, 3, 1000, 4\), this"):
             open_here(tmp_path, **changed)
         assert sweep(tmp_path) == []
         assert not region.rows_view().any()
@@ -256,7 +282,7 @@ def test_another_geometry_is_refused(tmp_path: Path, changed: dict[str, Any]) ->
 def test_another_version_or_size_is_refused(tmp_path: Path) -> None:
     with open_here(tmp_path) as region:
         region._mapped()[8] += 1
-        with pytest.raises(RegionError, match=r"\(2, 4, 4096, 3, 1000\), this process needs \(1,"):
+        with pytest.raises(RegionError, match=r"\(3, 4, 4096, 3, 1000, 4\), this process needs \(2,"):
             open_here(tmp_path)
         region._mapped()[8] -= 1
         os.truncate(region.path, 2 * PAGE)

@@ -206,7 +206,7 @@ def test_a_name_that_passed_on_is_not_swept(
     assert dead.read_bytes() == b"live"
 
 
-@pytest.mark.parametrize("content", [b"", bytes(PAGE), Geometry(PAGE, 3, 4, 1000).packed()])
+@pytest.mark.parametrize("content", [b"", bytes(PAGE), Geometry(PAGE, 3, 4, 1000, 4).packed()])
 @pytest.mark.parametrize("lock_is_free", [True, False])
 @pytest.mark.parametrize("named", [True, False])
 def test_only_an_empty_file_is_built_and_only_a_finished_one_joined(
@@ -227,7 +227,7 @@ def test_only_an_empty_file_is_built_and_only_a_finished_one_joined(
             "_try_lock",
             lambda fd, kind: (lock_is_free or kind == fcntl.LOCK_SH) and real(fd, kind),
         )
-        geometry = Geometry(PAGE, 3, 4, 1000)
+        geometry = Geometry(PAGE, 3, 4, 1000, 4)
         claimed = hostfile._claim(file.fileno(), path, geometry, CAPACITY)
         size = os.fstat(file.fileno()).st_size
 

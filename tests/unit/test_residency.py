@@ -20,7 +20,7 @@ class Rig:
 
     def __init__(self, slots: int, tiers: int = 1) -> None:
         self.clock = ManualClock()
-        self.core = Residency(slots, tiers, LruPolicy(), self.clock, DEADLINE)
+        self.core = Residency(slots, tiers, LruPolicy(slots), self.clock, DEADLINE)
 
     def steps(self, kind: type[Step]) -> list[Step]:
         steps = [

@@ -1,12 +1,14 @@
 """The core under random requests, answers in random order and random failure, in a tiny tier.
 
-After each step: slots add up, pins are what the holds and writes under way say, a hold is whole.
-At the end everything is answered and closed, and nothing is left pinned or filling.
+After each step: slots add up, pins are what the holds and writes under way say, a hold is whole,
+what is counted as it changes is what counting anew finds. At the end everything is answered and
+closed, nothing is left pinned or filling, and what became of chunks adds up to what was begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,21 +16,41 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from portable import without_native
+from tiering.keys import chunk_key
 from tiering.policy.lru import LruPolicy
+from tiering.residency.answers import Place
 from tiering.residency.core import Residency
 from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
-from tiering.residency.state import SlotState
+from tiering.residency.state import PinKind, SlotState
 from tiering.testing.clocks import ManualClock
 
 pytestmark = pytest.mark.slow
 
 SLOTS, TIERS, OWNERS = 5, 2, 4
-CHAINS = [[f"{name}{i}".encode() for i in range(6)] for name in "ab"]
-# Two chains that part after two chunks.
-CHAINS.append(CHAINS[0][:2] + [f"c{i}".encode() for i in range(4)])
+
+
+def chain_of(name: str, count: int, group: int = 0) -> list[bytes]:
+    return [chunk_key(f"{name}{i}".encode(), group) for i in range(count)]
+
+
+# Two chains that part after two chunks, and one of another KV cache group.
+CHAINS = [chain_of("a", 6), chain_of("a", 2) + chain_of("c", 4), chain_of("b", 6, group=1)]
 
 owners = st.integers(0, OWNERS - 1).map(str)
 chains = st.sampled_from(CHAINS)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> list[bytes]:
+    """A prefix in each of two groups, one after the other or in turns."""
+    parts = [draw(st.sampled_from(CHAINS[:2])), CHAINS[2]]
+    parts = [part[: draw(st.integers(0, len(part)))] for part in parts]
+    if draw(st.booleans()):
+        return [key for pair in zip_longest(*parts) for key in pair if key is not None]
+    return parts[0] + parts[1]
+
+
 VERDICTS: dict[type[Step], list[Verdict]] = {
     Contains: [Verdict.HIT, Verdict.HIT, Verdict.MISS, Verdict.FAILED, Verdict.LATE],
     Promote: [Verdict.HIT, Verdict.HIT, Verdict.MISS, Verdict.DAMAGED, Verdict.FAILED],
@@ -43,10 +65,15 @@ def is_part_in_order(keys: Sequence[bytes], chain: Sequence[bytes]) -> bool:
 
 
 class Core(RuleBasedStateMachine):
+    IS_NATIVE = True
+
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        if not self.IS_NATIVE:
+            without_native(self.patch)
         self.clock = ManualClock()
-        self.core = Residency(SLOTS, TIERS, LruPolicy(), self.clock, load_deadline_seconds=10.0)
+        self.core = Residency(SLOTS, TIERS, LruPolicy(SLOTS), self.clock, 10.0)
         self.open: set[str] = set()
         self.holds: dict[str, list[bytes]] = {}
         self.claims: dict[str, list[tuple[int, bytes]]] = {}
@@ -95,6 +122,45 @@ class Core(RuleBasedStateMachine):
         elif match.reach and self.core.hold(owner, keys):
             self.holds[owner] = keys
         self.collect()
+
+    @rule(owner=owners, keys=mixtures())
+    def hold_some(self, owner: str, keys: list[bytes]) -> None:
+        """Keys of several chains, as several KV cache groups have."""
+        self.begin(owner)
+        if self.core.is_holding(owner):
+            return
+        places = self.core.places(keys, owner)
+        assert list(places) == [self.place_of(owner, key) for key in keys]
+        self.core.ask(owner, keys)
+        reachable = [key for key, place in zip(keys, places, strict=True) if place >= Place.KNOWN]
+        room = self.core.room_for(reachable, owner)
+        assert room <= self.core.room_limit
+        if self.core.hold(owner, reachable):
+            self.holds[owner] = reachable
+            assert len(self.core._holds[owner].slots) == room
+        self.collect()
+
+    def place_of(self, owner: str, key: bytes) -> Place:
+        """The long way round."""
+        index, request = self.core.index, self.core._holds[owner]
+        if key in set(index.keys()):
+            state = index.slots.states[index.lookup([key])[0]]
+            return Place.READY if state == SlotState.READY else Place.FILLING
+        place = Place.ABSENT
+        for tier, known in enumerate(self.core._known):
+            if request.tiers is not None and tier not in request.tiers:
+                continue
+            if key not in request.absent[tier]:
+                if known.holds([key])[0]:
+                    return Place.KNOWN
+                if not self.core._holds.is_late(request):
+                    place = Place.UNKNOWN
+        return place
+
+    @rule(owner=owners, tiers=st.frozensets(st.integers(0, TIERS - 1)))
+    def restrict(self, owner: str, tiers: frozenset[int]) -> None:
+        self.begin(owner)
+        self.core.restrict(owner, tiers)
 
     @rule(owner=owners, keys=chains)
     def copy_at_once(self, owner: str, keys: list[bytes]) -> None:
@@ -159,8 +225,11 @@ class Core(RuleBasedStateMachine):
         assert len(keyed) == SLOTS - slots.free
         indexed = [s for s in keyed if slots.states[s] in (SlotState.FILLING, SlotState.READY)]
         assert len(index) == len(indexed)
-        assert {slots.keys[s] for s in indexed} == set(index._slot_of)
-        assert set(index._policy.order()) == set(index._slot_of)
+        assert {slots.keys[s] for s in indexed} == set(index.keys())
+        assert set(index._policy.order()) == set(index.keys())
+        states = slots.states.tolist()
+        assert census == {state: states.count(state) for state in SlotState}
+        assert slots.evictable == np.count_nonzero(slots.may_go(np.arange(SLOTS)))
 
     @invariant()
     def pins_are_what_is_held_and_written(self) -> None:
@@ -177,6 +246,8 @@ class Core(RuleBasedStateMachine):
         assert loads.tolist() == slots.load_pins.tolist()
         assert writes.tolist() == slots.write_pins.tolist()
         assert (slots.load_pins[slots.states == SlotState.FREE] == 0).all()
+        assert slots.held(PinKind.LOAD) == np.count_nonzero(loads)
+        assert slots.held(PinKind.WRITE) == np.count_nonzero(writes)
         assert np.count_nonzero(writes) <= self.core.budget.limit
 
     @invariant()
@@ -204,7 +275,19 @@ class Core(RuleBasedStateMachine):
                 is_stored = type(event).__name__ == "ChunksStored"
                 assert self.mirror.isdisjoint(event.keys) == is_stored
                 (self.mirror.update if is_stored else self.mirror.difference_update)(event.keys)
-        assert self.mirror == set(self.core.index.ready(self.core.index._slot_of))
+        assert self.mirror == set(self.core.index.ready(self.core.index.keys()))
+
+    @invariant()
+    def outcomes_add_up(self) -> None:
+        told = self.core.counters
+        promoting = {s for step in self.steps if isinstance(step, Promote) for s in step.slots}
+        ends = ("succeeded", "missing", "damaged", "failed", "late")
+        ended = sum(told[f"promotions_{end}"] for end in ends)
+        late = self.core._promotions._late
+        assert told["promotions_started"] == ended + len(promoting - late)
+        ends = ("stored", "already_there", "full", "refused", "failed", "skipped")
+        ended = sum(told[f"cascades_{end}"] for end in ends)
+        assert told["cascades_offered"] == ended + self.core.writes_under_way
 
     def teardown(self) -> None:
         for slots in self.stores:
@@ -222,7 +305,17 @@ class Core(RuleBasedStateMachine):
         assert {SlotState(s) for s in slots.states.tolist()} <= {SlotState.FREE, SlotState.READY}
         assert self.core.steps_out == 0
         assert not self.core._holds.slots_waited_for
+        self.patch.undo()
+
+
+class PortableCore(Core):
+    """The same without native code."""
+
+    IS_NATIVE = False
 
 
 TestCore = Core.TestCase
-TestCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPortableCore = PortableCore.TestCase
+TestCore.settings = TestPortableCore.settings = settings(
+    max_examples=100, stateful_step_count=60, deadline=None
+)

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated import SCATTER
-from mini_blocks import BLOCK, Request
-from mini_scenes import step_until, steps_of, stored_before
+from mini_blocks import Request
+from mini_groups import BLOCK
+from mini_scenes import (
+    NOTHING_COPIED_YET,
+    STATES,
+    copying,
+    load_begins,
+    step_until,
+    stored_before,
+)
 from mini_vllm import DEADLINE_SECONDS, MiniVllm
-from tiering.residency.plan import Contains, Promote
+from tiering.residency.plan import Promote
 from tiering.residency.state import SlotState
-
-
-def load_begins(vllm: MiniVllm) -> None:
-    """Until a copy to the device waits at its gate."""
-    for promotion in [step_until(vllm, Promote)]:
-        vllm.portal.finish(promotion)
-    vllm.step()
-    assert vllm.copiers[0].queues[SCATTER]
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 16])
@@ -58,7 +58,7 @@ def test_any_alignment_of_length_and_local_hit(
     chunk = BLOCK * per_chunk
     assert len(vllm.core.index) == tokens // chunk
     local = min(local, tokens // BLOCK)
-    vllm.forget_device(first, keep=local)
+    vllm.forget_device(first, keep=local * BLOCK)
     if from_tier:
         vllm.core.index.clear()
     vllm.add("again", range(again))
@@ -92,45 +92,6 @@ def test_the_promise_shrinks_and_grows_with_the_local_hit() -> None:
     assert not vllm.core.index.slots.load_pins.any()
 
 
-def asking(vllm: MiniVllm) -> None:
-    vllm.step()
-    assert steps_of(vllm, Contains)
-
-
-def promoting(vllm: MiniVllm) -> None:
-    step_until(vllm, Promote)
-
-
-def held(vllm: MiniVllm) -> None:
-    """Promoted, but no device blocks to be had."""
-    vllm.portal.finish(step_until(vllm, Promote))
-    hostage = vllm.pool.take(len(vllm.pool.free))
-    vllm.step()
-    assert vllm.core.budget.held
-    assert not vllm.half.needs_steps
-    vllm.pool.give_back(hostage)
-
-
-def copying(vllm: MiniVllm) -> None:
-    load_begins(vllm)
-
-
-def copied_but_not_told(vllm: MiniVllm) -> None:
-    load_begins(vllm)
-    vllm.copiers[0].run_all(SCATTER)
-
-
-def arrived(vllm: MiniVllm) -> None:
-    copied_but_not_told(vllm)
-    hostage = vllm.pool.take(len(vllm.pool.free))
-    vllm.step()
-    assert not vllm.half.needs_steps
-    vllm.pool.give_back(hostage)
-
-
-STATES = [asking, promoting, held, copying, copied_but_not_told, arrived]
-
-
 @pytest.mark.parametrize("reach_state", STATES)
 def test_an_abort_in_any_state_leaks_nothing(reach_state: Callable[[MiniVllm], None]) -> None:
     vllm = stored_before(40)
@@ -158,7 +119,7 @@ def test_a_reset_in_any_state_finds_nothing_old(reach_state: Callable[[MiniVllm]
     vllm.add("new", range(40))
     vllm.run()
     # What "again" stored under the new names: nothing, if it held what was loaded before.
-    assert vllm.loaded_tokens["new"] == (36 if reach_state in (asking, promoting, held) else 0)
+    assert vllm.loaded_tokens["new"] == (36 if reach_state in NOTHING_COPIED_YET else 0)
 
 
 def test_a_reset_while_a_request_is_loading_keeps_its_pins() -> None:
@@ -275,7 +236,7 @@ def test_a_promise_that_cannot_be_kept_is_computed() -> None:
 
     def vanishing(request: Request, local: int) -> int | None:
         tokens = match(request, local)
-        vllm.core.drop([vllm.half._keys(vllm.half._track(request))[4]])
+        vllm.core.drop([vllm.half._requests[request.request_id].keys[0][4]])
         return tokens
 
     vllm.half.matched = vanishing  # type: ignore[method-assign]

@@ -1,13 +1,15 @@
 """A mini vLLM under random requests, gates and failures, with tiny pools everywhere.
 
 The mini vLLM checks bytes, pins and acknowledgements after every step; at the end all gates open,
-every request must end, and nothing may be left of it.
+every request must end, and nothing may be left of it. Models have all kinds of KV cache groups,
+most often one.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gated import GATHER, SCATTER
+from mini_groups import SETS, request_blocks
 from mini_vllm import DEADLINE_SECONDS, MiniVllm
 from tiering.residency.plan import Promote
 
@@ -26,6 +29,9 @@ PREFIXES = {
     "b": list(range(100, 140)),
     "c": list(range(14)) + list(range(200, 226)),
 }
+
+TOKENS_MAX = 50
+FULL = ["full"] * 4
 
 EXPECTED = [
     *("loads", "stores", "fences", "preemptions", "failed loads", "aborts while loading"),
@@ -81,19 +87,34 @@ def turn(vllm: MiniVllm, chance: random.Random, number: int) -> None:
     vllm.step()
 
 
+def mini(name: str, room: float, token_budget: int, **shape: Any) -> MiniVllm:
+    """A model of the groups `name`, and device blocks for `room` of the longest requests."""
+    per_chunk = shape.pop("per_chunk")
+    blocks = request_blocks(SETS[name], TOKENS_MAX, token_budget)
+    return MiniVllm(
+        groups=() if name == "full" else SETS[name],
+        blocks_per_chunk=per_chunk,
+        device_blocks=int(blocks * room),
+        token_budget=token_budget,
+        **shape,
+    )
+
+
 def test_long_runs_with_all_that_can_happen() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(10):
+    for seed, name in enumerate([*FULL[:2], *SETS]):
         chance = random.Random(seed)
-        vllm = MiniVllm(
-            blocks_per_chunk=chance.choice([1, 2, 3]),
-            ranks=1 + seed % 2,
-            slots=chance.choice([4, 9, 16]),
-            tiers=chance.choice([1, 2]),
-            device_blocks=chance.choice([13, 18, 30]),
+        vllm = mini(
+            name,
+            room=chance.choice([1, 1.4, 2.4]),
             token_budget=chance.choice([5, 16, 64]),
+            per_chunk=chance.choice([1, 2, 3]),
+            ranks=1 + seed % 2,
+            replicas=1 + (seed % 4 == 3),
+            slots=chance.choice([4, 9, 16, 24]),
+            tiers=chance.choice([1, 2]),
         )
-        for number in range(400):
+        for number in range(220):
             turn(vllm, chance, number)
         vllm.run()
         seen.update(vllm.core.counters.snapshot())
@@ -104,17 +125,17 @@ def test_long_runs_with_all_that_can_happen() -> None:
 
 class Engine(RuleBasedStateMachine):
     @initialize(
-        per_chunk=st.sampled_from([1, 1, 2, 3]),
-        ranks=st.sampled_from([1, 1, 2]),
-        slots=st.sampled_from([2, 5, 9]),
-        tiers=st.sampled_from([0, 1, 1, 2]),
-        device_blocks=st.sampled_from([13, 18, 30]),
+        name=st.sampled_from([*FULL * 2, *SETS]),
+        room=st.sampled_from([1, 1.4, 2.4]),
         token_budget=st.sampled_from([5, 16, 64]),
+        per_chunk=st.sampled_from([1, 1, 2, 3]),
+        ranks=st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]),
+        slots=st.sampled_from([2, 5, 9, 16]),
+        tiers=st.sampled_from([0, 1, 1, 2]),
         prompt_only=st.sampled_from([False, False, True]),
     )
-    def start(self, **shape: int) -> None:
-        per_chunk = shape.pop("per_chunk")
-        self.vllm = MiniVllm(blocks_per_chunk=per_chunk, **shape)
+    def start(self, ranks: tuple[int, int], **shape: Any) -> None:
+        self.vllm = mini(**shape, ranks=ranks[0], replicas=ranks[1])
         self.count = 0
 
     @rule(
@@ -185,4 +206,4 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestEngine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -136,7 +136,8 @@ def test_refused_stores_come_later_without_a_gap_and_without_a_storm() -> None:
     vllm.release()
     vllm.step()
     keys = [h + bytes(4) for h in b.block_hashes]
-    found = [key in vllm.core.index._slot_of for key in keys]
+    here = set(vllm.core.index.keys())
+    found = [key in here for key in keys]
     assert found[:4] == [True] * 4
     vllm.abort(b)
     vllm.run()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tiering.errors import ClosedError
-from tiering.residency.core import Residency
-from tiering.residency.plan import Verdict
-from tiering.residency.state import Slots
+from tiering.residency.plan import Outcome, Verdict
+from tiering.residency.promotions import PromotionBook
+from tiering.residency.state import PinKind, Slots, SlotState
 from tiering.testing import memory, simulation
 from tiering.testing.simloop import Deadlock, Livelock, SimClock, SimLoop, SimPool
 from tiering.testing.simulation import Failure, run
@@ -69,21 +69,21 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def writes_stay_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     unpin = Slots.unpin
 
-    def forgetful(self: Slots, slots: Sequence[int], pins: Any) -> None:
-        if pins is not self.write_pins:
-            unpin(self, slots, pins)
+    def forgetful(self: Slots, slots: Sequence[int], kind: PinKind) -> None:
+        if kind is not PinKind.WRITE:
+            unpin(self, slots, kind)
 
     monkeypatch.setattr(Slots, "unpin", forgetful)
 
 
 def failures_count_as_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Residency._settle_promote
+    settle = PromotionBook.settle
 
-    def trusting(self: Residency, step: Any, outcome: Any) -> None:
-        hits = type(outcome)(outcome.id, (Verdict.HIT,) * len(step.keys), outcome.final)
-        settle(self, step, hits)
+    def trusting(self: PromotionBook, outcome: Outcome) -> Any:
+        hits = (Verdict.HIT,) * len(outcome.verdicts)
+        return settle(self, Outcome(outcome.id, hits, outcome.final))
 
-    monkeypatch.setattr(Residency, "_settle_promote", trusting)
+    monkeypatch.setattr(PromotionBook, "settle", trusting)
 
 
 def the_last_of_a_flight_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def the_last_of_a_flight_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pins_do_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, "evictable", lambda self: self.states == 2)
+    monkeypatch.setattr(Slots, "may_go", lambda self, slots: self.are(SlotState.READY, slots))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from gated import GARBAGE, GATHER, SCATTER, GatedCopier
-from tiering.device.base import BlockMap
+from tiering.device.base import BlockMap, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ClosedError
 from tiering.layout import ShareLayout
+from tiering.testing.clocks import ManualClock
 from tiering_connectors.vllm.jobs import JobBook
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
-from tiering_connectors.vllm.worker import WorkerHalf
+from tiering_connectors.vllm.worker import Loaded, WorkerHalf
 
 PAGE = 8
 
@@ -27,7 +28,7 @@ class Rank:
         self.pages = np.repeat(np.arange(16, dtype=np.uint8), PAGE).reshape(16, PAGE)
         self.share = np.zeros((4, PAGE), np.uint8)
         self.copier = GatedCopier([self.pages], self.share, 1)
-        self.half = WorkerHalf(self.copier)
+        self.half = WorkerHalf(self.copier, [PAGE], ManualClock())
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def rank() -> Rank:
 
 def job(number: int, blocks: list[int], slots: list[int], request_id: str = "") -> CopyJob:
     where = [np.array(a, np.int32) for a in (blocks, slots, [0] * len(blocks))]
-    return CopyJob(number, BlockMap(*where), request_id)
+    return CopyJob(number, (BlockMap(*where),), request_id)
 
 
 def told(half: WorkerHalf) -> tuple[dict[int, int], set[int]]:
@@ -55,7 +56,7 @@ def test_a_fence_waits_for_the_jobs_it_names_and_no_others(rank: Rank) -> None:
     rank.half.fence(StepOrders(fence=[1]))
     assert rank.copier.waits == 1
     assert rank.share[:2, 0].tolist() == [3, 0]
-    assert rank.half.take_loaded() == set()
+    assert rank.half.take_loaded() == Loaded()
     assert told(rank.half) == ({1: 1}, set())
     rank.copier.run(GATHER)
     assert told(rank.half) == ({2: 1}, set())
@@ -72,14 +73,13 @@ def test_every_job_is_acknowledged_once_when_it_has_ended(rank: Rank) -> None:
     orders = StepOrders(loads=[job(1, [5], [0], "r")], stores=[job(2, [6], [1])])
     rank.half.start_loads(orders)
     rank.half.start_stores(orders)
-    assert rank.half.take_loaded() == set()
+    assert rank.half.take_loaded() == Loaded()
     assert rank.half.take_acknowledgements() is None
     rank.copier.run(SCATTER)
     rank.copier.run(GATHER)
-    assert rank.half.take_loaded() == {"r"}
+    assert rank.half.take_loaded() == Loaded({"r"})
     assert told(rank.half) == ({1: 1, 2: 1}, set())
-    assert rank.half.take_loaded() == set()
-    assert rank.half.take_bad_blocks() == set()
+    assert rank.half.take_loaded() == Loaded()
     assert rank.half.take_acknowledgements() is None
 
 
@@ -90,9 +90,8 @@ def test_a_failed_load_reports_its_blocks_and_its_request(
     rank.half.start_loads(StepOrders(loads=loads))
     rank.copier.to_fail[SCATTER] = 1
     rank.copier.run_all(SCATTER)
-    assert rank.half.take_loaded() == {"bad", "good"}
-    assert rank.half.take_bad_blocks() == {5, 6}
-    assert rank.half.take_bad_blocks() == set()
+    assert rank.half.take_loaded() == Loaded({"bad", "good"}, {"bad"}, {5, 6})
+    assert rank.half.take_loaded() == Loaded()
     assert told(rank.half) == ({1: 1, 2: 1}, {1})
     assert rank.pages[5, 0] == GARBAGE
     assert rank.pages[7, 0] == 0
@@ -101,8 +100,7 @@ def test_a_failed_load_reports_its_blocks_and_its_request(
 
 def test_blocks_that_were_promised_in_vain_are_bad_at_once(rank: Rank) -> None:
     rank.half.start_loads(StepOrders(lost={"r": [3, 4]}))
-    assert rank.half.take_loaded() == {"r"}
-    assert rank.half.take_bad_blocks() == {3, 4}
+    assert rank.half.take_loaded() == Loaded({"r"}, {"r"}, {3, 4})
     assert rank.half.take_acknowledgements() is None
 
 
@@ -141,10 +139,44 @@ def test_a_job_has_ended_when_all_ranks_have_ended_it() -> None:
 
 
 def test_acknowledgements_of_ranks_add_up() -> None:
-    one = Acknowledgements({1: 1, 2: 1}, {2})
-    other = Acknowledgements({2: 1, 3: 1}, {3})
-    assert one.merged(other) == Acknowledgements({1: 1, 2: 2, 3: 1}, {2, 3})
-    assert one == Acknowledgements({1: 1, 2: 1}, {2})
+    """Bytes too; of the seconds, those of the slowest count."""
+    one = Acknowledgements({1: 1, 2: 1}, {2}, {1: 10, 2: 20}, {1: 0.5, 2: 0.5})
+    other = Acknowledgements({2: 1, 3: 1}, {3}, {2: 5, 3: 7}, {2: 0.25, 3: 1.0})
+    both = Acknowledgements(
+        {1: 1, 2: 2, 3: 1}, {2, 3}, {1: 10, 2: 25, 3: 7}, {1: 0.5, 2: 0.5, 3: 1.0}
+    )
+    assert one.merged(other) == both
+    assert one.ended == {1: 1, 2: 1}
+
+
+def test_a_job_of_several_parts_ends_with_the_last_of_them(rank: Rank) -> None:
+    parts = job(1, [5], [0], "r").parts + job(1, [6], [1]).parts
+    rank.half.start_loads(StepOrders(loads=[CopyJob(1, parts, "r")]))
+    rank.copier.run(SCATTER)
+    assert rank.half.take_loaded() == Loaded()
+    rank.copier.to_fail[SCATTER] = 1
+    rank.copier.run(SCATTER)
+    assert rank.half.take_loaded() == Loaded({"r"}, {"r"}, {5, 6})
+    acknowledgements = rank.half.take_acknowledgements()
+    assert acknowledgements is not None
+    assert acknowledgements.copied_bytes == {1: 2 * PAGE}
+
+
+def test_ranks_with_the_same_bytes_store_each_block_once_between_them() -> None:
+    """And each of them can load all of it, and acknowledges every job."""
+    ranks = [Rank(), Rank(), Rank()]
+    share = ranks[0].share
+    orders = StepOrders(stores=[job(1, [3, 4, 5, 6], [0, 1, 2, 3]), job(2, [3], [3])])
+    for number, rank in enumerate(ranks):
+        rank.copier = GatedCopier([rank.pages], share, 1)
+        rank.half = WorkerHalf(rank.copier, [PAGE], ManualClock(), number, len(ranks))
+        rank.half.start_stores(orders)
+        rank.copier.run_all(GATHER)
+        told_bytes = rank.half.take_acknowledgements()
+        assert told_bytes is not None
+        assert told_bytes.ended == {1: 1, 2: 1}
+        assert sum(told_bytes.copied_bytes.values()) == PAGE * (3 if number == 0 else 1)
+    assert share[:, 0].tolist() == [3, 4, 5, 3]
 
 
 def test_with_a_real_copier_the_fence_blocks_until_the_source_is_read() -> None:
@@ -156,8 +188,8 @@ def test_with_a_real_copier_the_fence_blocks_until_the_source_is_read() -> None:
             super()._carry_out(*copy)  # type: ignore[arg-type]
 
     rank = Rank()
-    copier = Slow([rank.pages], ShareLayout((PAGE,), 1), rank.share)
-    half = WorkerHalf(copier)
+    copier = Slow([HostPages([rank.pages], ShareLayout((PAGE,), 1))], rank.share)
+    half = WorkerHalf(copier, [PAGE], ManualClock())
     half.start_stores(StepOrders(stores=[job(1, [3], [0])]))
     passed = threading.Event()
 

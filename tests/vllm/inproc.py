@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 128 << 10
 """Of the tiny model in float32, in the device and in the host tier."""
 
-CALL_SECONDS = 120.0
+CALL_SECONDS = 240.0
 SETTLE_SECONDS = 30.0
 LATE_SECONDS = 0.05
 
@@ -106,14 +106,16 @@ class EngineProcess:
             process.stdout.close()
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """`Calls.<name>(**arguments)` in the child; EngineFailed if it raised, ended or hung."""
+        """`Calls.<name>(**arguments)` in the child; EngineFailed if it raised, ended or hung, for
+        longer than the `seconds` that it was told to take."""
+        patience = CALL_SECONDS + 4 * arguments.get("seconds", 0)
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise EngineFailed("the engine is not running")
         process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         process.stdin.flush()
-        if not select.select([process.stdout], [], [], CALL_SECONDS)[0]:
-            raise EngineFailed(f"{name}: no answer within {CALL_SECONDS:g} s; {self.log_tail()}")
+        if not select.select([process.stdout], [], [], patience)[0]:
+            raise EngineFailed(f"{name}: no answer within {patience:g} s; {self.log_tail()}")
         line = process.stdout.readline()
         if not line:
             raise EngineFailed(f"{name}: the engine ended; {self.log_tail()}")
@@ -158,6 +160,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._llm: Any = None
+        self._adapters: dict[str, Any] = {}
         self._copies_broken = 0
 
     def start(self, **options: Any) -> None:
@@ -167,15 +170,9 @@ class Calls:
         connector = options.pop("connector", None)
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
-        self._llm = LLM(
-            # A CPU without instructions for bfloat16 takes many times as long over it.
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK,
-            disable_log_stats=False,
-            seed=0,
-            **options,
-        )
+        # A CPU without instructions for bfloat16 takes many times as long over it.
+        fixed = {"dtype": "float32", "block_size": BLOCK, "seed": 0}
+        self._llm = LLM(enforce_eager=True, disable_log_stats=False, **{**fixed, **options})
 
     def start_in_vain(self, **options: Any) -> str:
         """The error that a start ends with."""
@@ -192,11 +189,23 @@ class Calls:
         raise AssertionError("the engine started")
 
     def ask(
-        self, prompts: list[list[int]], tokens: int, salt: str | None = None
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[dict[str, Any]]:
+        """`adapter` is the folder of a LoRA."""
         wanted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
-        outputs = self._llm.generate(wanted, _sampling(tokens), use_tqdm=False)
+        lora = None if adapter is None else self._adapter(adapter)
+        outputs = self._llm.generate(wanted, _sampling(tokens), use_tqdm=False, lora_request=lora)
         return [_answer(output) for output in outputs]
+
+    def _adapter(self, folder: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = len(self._adapters) + 1
+        return self._adapters.setdefault(folder, LoRARequest(folder, number, folder))
 
     def ask_and_abort(
         self, prompts: list[list[int]], tokens: int, abort_at: list[int]
@@ -215,10 +224,25 @@ class Calls:
             step += 1
         return ended
 
+    def storm(self, prompts: list[list[int]], tokens: int, **how: Any) -> dict[str, Any]:
+        """As `storm.run_storm` has it."""
+        from storm import run_storm
+
+        return run_storm(self._llm.llm_engine, _sampling(tokens), prompts, **how)
+
     def reset(self, connector: bool = False) -> bool:
         """Empty the device's prefix cache, and the connector's tiers with it if so told."""
         done: bool = self._llm.reset_prefix_cache(reset_connector=connector)
         return done
+
+    def wipe(self) -> None:
+        """Zero the device's KV cache: what is read from it without having been brought back is
+        told. Nothing may be under way."""
+        config = self._llm.llm_engine.vllm_config.compilation_config
+        for layer in config.static_forward_context.values():
+            kept: Any = getattr(layer, "kv_cache", ())
+            for tensor in [kept] if hasattr(kept, "dtype") else kept:
+                tensor.zero_()
 
     def empty_host(self) -> None:
         """Evict all of the host tier, as other prompts would."""
@@ -265,10 +289,22 @@ class Calls:
             "steps": core.steps_out,
         }
 
-    def break_copies(self, direction: str, fault: str, copies: int) -> None:
-        """The next `copies` of `direction` (`gather` or `scatter`) leave out their first block
-        without a word (`drop`), end with an error (`fail`), or are whole and end late (`late`)."""
-        from tiering.device.base import BlockMap
+    def groups(self) -> list[tuple[str, int, int]]:
+        """Of each KV cache group what it keeps, and the tokens of a block and of a chunk."""
+        groups = self._half()._geometry.groups
+        return [(g.kind.name, g.tokens_per_block, g.tokens_per_chunk) for g in groups]
+
+    def break_copies(
+        self,
+        direction: str,
+        fault: str,
+        copies: int,
+        group: int | None = None,
+        block: int = 0,
+    ) -> None:
+        """The next `copies` of `direction` (`gather` or `scatter`), of KV cache group `group` if
+        given, leave out their first block, or `block`, without a word (`drop`), end with an error
+        (`fail`), or are whole and end late (`late`)."""
         from tiering.device.host import HostCopier
         from tiering.errors import CopyError
 
@@ -276,11 +312,14 @@ class Calls:
         self._copies_broken = 0
 
         def broken(copier: HostCopier, blocks: BlockMap) -> Future[None]:
+            if group not in (None, blocks.group):
+                intact: Future[None] = whole(copier, blocks)
+                return intact
             self._copies_broken += 1
             if self._copies_broken == copies:
                 setattr(HostCopier, direction, whole)
             if fault != "late":
-                blocks = BlockMap(blocks.blocks[1:], blocks.slots[1:], blocks.positions[1:])
+                blocks = _without(blocks, block)
             future: Future[None] = whole(copier, blocks)
             if fault == "drop":
                 return future
@@ -303,6 +342,17 @@ class Calls:
 
     def _half(self) -> Any:
         return self._scheduler().connector._scheduler
+
+
+def _without(blocks: BlockMap, block: int) -> BlockMap:
+    """All of the copy but `block`, counted from its end if negative."""
+    keep = [i for i in range(len(blocks)) if i != block % len(blocks)]
+    return replace(
+        blocks,
+        blocks=blocks.blocks[keep],
+        slots=blocks.slots[keep],
+        positions=blocks.positions[keep],
+    )
 
 
 def _sampling(tokens: int) -> Any:

@@ -43,16 +43,12 @@ _REASONS = {
     "tuple_type": "must be a list",
 }
 
-# Keys of vLLM's own offloading that mean nothing here, or something else.
+# Keys that mean nothing where they stand, or something else than they seem to.
 _FOREIGN = {
-    "cache_policy_module_path": "leave it out: eviction_policy names a policy that is built in",
     "cpu_bytes_to_use_per_rank": "write cpu_bytes_to_use, the total over all workers",
-    "max_tracker_size": "leave it out: a chunk is stored the first time it is seen",
-    "self_describing_kv_events": "leave it out",
-    "spec_module_path": "leave it out: it is read by vLLM's OffloadingConnector only",
-    "spec_name": "leave it out: it is read by vLLM's OffloadingConnector only",
-    "store_threshold": "leave it out: a chunk is stored the first time it is seen",
+    "module_path": "leave it out: a tier of this type is built in",
 }
+_NAMES_MAX = 8
 
 
 class Shown:
@@ -175,6 +171,31 @@ def _other_key(key: str, known: Mapping[str, Any]) -> str:
     return f"leave it out, or write one of {', '.join(known)}"
 
 
+def nearest(wrong: str, known: Sequence[str]) -> str:
+    """The way out for a name that is not one of those known: the nearest of them, or all."""
+    if near := difflib.get_close_matches(wrong, known, n=1):
+        return f"write {near[0]!r} if that is meant"
+    listed = ", ".join(map(repr, known[:_NAMES_MAX]))
+    return f"write one of {listed}" + (", ..." if len(known) > _NAMES_MAX else "")
+
+
+def without_secrets(key: str, value: object) -> object:
+    """`value` as it may be shown, with what sounds like a secret hidden at any depth."""
+    match value:
+        case str() if _is_secret(key, value):
+            return "(hidden)"
+        case Mapping():
+            return {name: without_secrets(str(name), each) for name, each in value.items()}
+        case list() | tuple():
+            return [without_secrets(key, each) for each in value]
+        case _:
+            return value
+
+
+def _is_secret(key: str, text: str) -> bool:
+    return bool(_SECRET.search(key) or _URL_LOGIN.search(text))
+
+
 def _dotted(path: Sequence[int | str], where: str) -> str:
     text = where
     for part in path:
@@ -201,7 +222,7 @@ def _shown(key: str, value: object) -> object:
         case int():
             long = value.bit_length() > 128
             return Shown(f"a number of {value.bit_length()} bits") if long else value
-        case str() if _SECRET.search(key) or _URL_LOGIN.search(value):
+        case str() if _is_secret(key, value):
             return Shown("hidden")
         case str():
             return value if len(value) <= _TEXT_MAX else Shown(_cut(value))

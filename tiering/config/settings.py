@@ -24,13 +24,25 @@ from pydantic import (
 )
 
 from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
-from tiering.config.problems import as_object, config_error, load_json, refused
-from tiering.config.tiers import TIER_TYPES, TierConfig
+from tiering.config.pressure import PressureConfig
+from tiering.config.problems import (
+    as_object,
+    config_error,
+    load_json,
+    nearest,
+    refused,
+    without_secrets,
+)
+from tiering.config.tiers import TierConfig, TierSettings, UserTierConfig, owner_in_tier
 from tiering.errors import ConfigError
 from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
+from tiering.policy.registry import place_of, policy_names
 
 _TOKENS_MAX = 1 << 24
 _LAYERS_MAX = 1 << 16
+_KEYS_MAX = 1 << 30
+
+SpecName = Literal["CPUOffloadingSpec", "TieringOffloadingSpec", "TieredOffloadingSpec"]
 
 
 def _known_dtype(dtype: str) -> str:
@@ -54,10 +66,42 @@ class EngineConfig(Settings):
         description="Tiers below the host tier, asked in this order.",
         examples=[[{"type": "fs", "root_dir": "/mnt/kv_cache"}]],
     )
-    eviction_policy: Literal["lru"] = Field(
+    eviction_policy: Text = Field(
         default="lru",
-        description="Which chunks make room in a full host tier: lru, the least recently used.",
-        examples=["lru"],
+        min_length=1,
+        description="Which chunks make room in a full host tier: lru, the least recently used; "
+        "arc, which keeps what is used again and again from what is used once; a name given to "
+        "register_policy; or the class of your own in cache_policy_module_path.",
+        examples=["arc"],
+    )
+    cache_policy_module_path: Text | None = Field(
+        default=None,
+        min_length=1,
+        description="Import path of the module that has the class eviction_policy, a subclass of "
+        "tiering.policy.base.EvictionPolicy. A built-in or registered name goes before it.",
+        examples=["my_package.my_module"],
+    )
+    store_threshold: int = Field(
+        default=0,
+        ge=0,
+        le=_KEYS_MAX,
+        description="Requests that must have asked for a chunk before it is stored, the one that "
+        "stores it included. 0 and 1 store it the first time.",
+        examples=[2],
+    )
+    max_tracker_size: int = Field(
+        default=64000,
+        ge=1,
+        le=_KEYS_MAX,
+        description="Chunks of which store_threshold keeps count; beyond that those not asked "
+        "for longest are forgotten.",
+        examples=[1000000],
+    )
+    backpressure: PressureConfig | None = Field(
+        default=None,
+        description="Give tiers less to write while they are slow, each by its own measure; {} "
+        "is the defaults. A tier's own backpressure goes before it, key by key.",
+        examples=[{"high_water_s": 0.05}],
     )
     load_deadline_seconds: float = Field(
         default=30.0,
@@ -72,8 +116,10 @@ class EngineConfig(Settings):
     @classmethod
     def owner_of(cls, data: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
         match path:
-            case ("secondary_tiers", int(at), _, *_):
-                return TIER_TYPES[data["secondary_tiers"][at]["type"]]
+            case ("backpressure", _):
+                return PressureConfig
+            case ("secondary_tiers", int(at), *rest) if rest:
+                return owner_in_tier(data["secondary_tiers"][at], rest)
             case _:
                 return cls
 
@@ -93,6 +139,42 @@ class EngineConfig(Settings):
                     )
                 seen[place] = at
         return self
+
+    @model_validator(mode="after")
+    def _policy_is_known(self) -> Self:
+        name = self.eviction_policy
+        if self.cache_policy_module_path is None and place_of(name) is None:
+            raise refused(
+                "is not the name of a policy",
+                f"{nearest(name, policy_names())}; a class of your own needs "
+                "cache_policy_module_path, too",
+                "eviction_policy",
+                name,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _watermarks_fit(self) -> Self:
+        for at, tier in enumerate(self.secondary_tiers):
+            pressure = self.pressure_on(tier)
+            if pressure is None:
+                continue
+            high, low = pressure.watermarks(tier.locality)
+            if low > high:
+                is_own = tier.backpressure and tier.backpressure.low_water_s is not None
+                place = f"secondary_tiers[{at}]."
+                raise refused(
+                    f"is above high_water_s, which is {high:g} for {place[:-1]}",
+                    "write at most that, or leave it out",
+                    f"{place if is_own else ''}backpressure.low_water_s",
+                    low,
+                )
+        return self
+
+    def pressure_on(self, tier: TierSettings) -> PressureConfig | None:
+        """When `tier` is spared; None for never."""
+        own = tier.backpressure
+        return self.backpressure if own is None else own.over(self.backpressure)
 
 
 class ConnectorConfig(EngineConfig):
@@ -120,6 +202,51 @@ class ConnectorConfig(EngineConfig):
         "too (false).",
         examples=[False],
     )
+
+    self_describing_kv_events: bool = Field(
+        default=False,
+        description="Let events of chunks carry tokens and parents. Accepted, and without "
+        "effect: this version publishes no events yet.",
+        examples=[True],
+    )
+    canonical_layout: bool = Field(
+        default=False,
+        description="Store chunks in a layout that other parallelism can read, which is not "
+        "offered: only false is accepted.",
+        examples=[False],
+    )
+    spec_name: SpecName | None = Field(
+        default=None,
+        description="What vLLM's OffloadingConnector loads. TieredConnector needs none; it takes "
+        "vLLM's two names, so that a configuration for those can be used as it is.",
+        examples=["TieringOffloadingSpec"],
+    )
+    spec_module_path: Text | None = Field(
+        default=None,
+        min_length=1,
+        description="Where vLLM's OffloadingConnector finds spec_name; TieredConnector does not "
+        "use it.",
+        examples=["tiering_connectors.vllm.offloading.spec"],
+    )
+
+    @model_validator(mode="after")
+    def _can_be_had(self) -> Self:
+        if self.canonical_layout:
+            raise refused(
+                "is not offered: chunks are stored as each rank holds them, and engines of "
+                "another parallelism keep theirs apart",
+                "leave it out",
+                "canonical_layout",
+                True,
+            )
+        if self.spec_name == "CPUOffloadingSpec" and self.secondary_tiers:
+            raise refused(
+                "has host memory only, but there are secondary_tiers",
+                'write "TieringOffloadingSpec", or leave it out',
+                "spec_name",
+                self.spec_name,
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_chunk_size(self) -> Self:
@@ -257,12 +384,17 @@ def effective(model: BaseModel, prefix: str = "") -> list[Setting]:
         path, value = prefix + name, getattr(model, name)
         if isinstance(value, KVLayout):
             settings += _layout_settings(value, path)
+        elif isinstance(value, BaseModel):
+            settings += effective(value, f"{path}.")
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             for at, entry in enumerate(value):
                 settings += effective(entry, f"{path}[{at}].")
         else:
             was_set = name in model.model_fields_set
             settings.append(Setting(path, value, "set" if was_set else "default"))
+    if isinstance(model, UserTierConfig):
+        own = model.own_keys.items()
+        settings += [Setting(prefix + key, without_secrets(key, each), "set") for key, each in own]
     return settings
 
 

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from tiering.config.fields import BYTES_MAX, Locality, Roots, Settings
-from tiering.config.problems import ABSENT, refused
+from tiering.config.fields import BYTES_MAX, Locality, Roots, Settings, Text
+from tiering.config.pressure import PressureConfig
+from tiering.config.problems import ABSENT, nearest, refused, without_secrets
+
+_EXAMPLE = '{"type": "fs", "root_dir": "/mnt/kv_cache"}'
 
 
-class FsTierConfig(Settings):
+class TierSettings(Settings):
+    """The keys that every kind of tier has, and what the engine does about them."""
+
+    type: str
+    enable_kv_events: bool = Field(
+        default=False,
+        description="Publish an event for each chunk stored here (medium STORAGE). Accepted, and "
+        "without effect: this version publishes no events yet.",
+        examples=[True],
+    )
+    locality: Locality | None = Field(
+        default=None,
+        description="Whether the storage is LOCAL to this server or REMOTE: what the request "
+        "parameter kv_load_tiers is compared with, and what events will say.",
+        examples=["LOCAL"],
+    )
+    backpressure: PressureConfig | None = Field(
+        default=None,
+        description="Give this tier less to write while it is slow. Keys that are left out are "
+        "taken from backpressure of the engine, if it has one; {} is the defaults.",
+        examples=[{"high_water_s": 0.05}],
+    )
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The directories that it keeps chunks in and shares with no other tier."""
+        return ()
+
+
+class FsTierConfig(TierSettings):
     """A directory of a file system as a secondary tier."""
 
     # Written out in JSON, where it says which tier is meant; the class says it in Python.
@@ -88,18 +127,6 @@ class FsTierConfig(Settings):
         "auto takes the first of these that works here.",
         examples=["threads"],
     )
-    enable_kv_events: bool = Field(
-        default=False,
-        description="Publish an event for each chunk stored here (medium STORAGE). Accepted, and "
-        "without effect: this version publishes no events yet.",
-        examples=[True],
-    )
-    locality: Locality | None = Field(
-        default=None,
-        description="Whether the storage is LOCAL to this server or REMOTE, as its events will "
-        "say it; like them, without effect in this version.",
-        examples=["LOCAL"],
-    )
     n_read_threads: int = Field(
         default=16,
         ge=1,
@@ -135,27 +162,102 @@ class FsTierConfig(Settings):
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The one root, or each of several."""
+        """The one directory, or each of several."""
         return (self.root_dir,) if isinstance(self.root_dir, str) else self.root_dir
+
+
+class UserTierConfig(TierSettings):
+    """A tier of the user's own. Keys that are not named here are handed to its constructor."""
+
+    model_config = ConfigDict(extra="allow", title="A tier of your own")
+
+    type: Text = Field(min_length=1, description="Name of its class.", examples=["MyTier"])
+    module_path: Text = Field(
+        min_length=1,
+        description="Import path of the module that the class is in.",
+        examples=["my_package.my_module"],
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, type: str, module_path: str, **keys: Any) -> None: ...
+
+    @property
+    def own_keys(self) -> dict[str, Any]:
+        """What its constructor is given, besides the namespace and the size of a chunk."""
+        return dict(self.model_extra or {})
+
+    @model_serializer(mode="wrap")
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = handler(self)
+        return told | {key: without_secrets(key, told[key]) for key in self.own_keys}
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            is_own = name is not None and name in self.own_keys
+            yield name, without_secrets(str(name), value) if is_own else value
 
 
 # The kinds of secondary tier, by `type`. A new kind is a line here and a name in the union below.
 TIER_TYPES: Mapping[str, type[Settings]] = {"fs": FsTierConfig}
 
+# Those of vLLM that are not among them: why, and what to do instead.
+_NOT_HERE = {
+    "example": (
+        "shows authors of tiers how vLLM's are written, and there is none here",
+        f"write {_EXAMPLE}",
+    ),
+    "kvcr": (
+        "needs a package that this engine does not drive",
+        "write a tier of your own around it and name its module in module_path",
+    ),
+    "obj": (
+        "is not in this version: no object store yet",
+        'write "fs" with the bucket mounted as root_dir, or name a tier of your own in module_path',
+    ),
+    "p2p": (
+        "is not in this version: engines do not send one another chunks yet",
+        'write "fs" with a root_dir that they share',
+    ),
+}
+
+
+def tier_class(entry: Mapping[str, Any]) -> type[Settings]:
+    """The model of an entry of `secondary_tiers`; a problem to raise where there is none."""
+    known = list(TIER_TYPES)
+    kind = entry.get("type", ABSENT)
+    if kind is ABSENT:
+        listed = ", ".join(map(repr, known))
+        raise refused(
+            "is required: it says which kind of tier this is", f"add one of {listed}", "type", kind
+        )
+    if isinstance(kind, str) and kind in TIER_TYPES:
+        return TIER_TYPES[kind]
+    if "module_path" in entry:
+        return UserTierConfig
+    if isinstance(kind, str) and kind in _NOT_HERE:
+        raise refused(*_NOT_HERE[kind], "type", kind)
+    remedy = nearest(kind if isinstance(kind, str) else "", known)
+    raise refused(
+        "is not a kind of tier",
+        f"{remedy}; a class of your own needs module_path, too",
+        "type",
+        kind,
+    )
+
+
+def owner_in_tier(entry: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
+    """The model that has, or lacks, the key at the end of `path` in an entry."""
+    return PressureConfig if path[0] == "backpressure" and len(path) > 1 else tier_class(entry)
+
 
 def _tier(entry: object) -> object:
     """An object as the kind of tier that its `type` names, before any other key is looked at."""
-    if not isinstance(entry, Mapping):
+    if isinstance(entry, Settings):
         return entry
-    known = ", ".join(map(repr, TIER_TYPES))
-    kind = entry.get("type", ABSENT)
-    if kind is ABSENT:
-        raise refused(
-            "is required: it says which kind of tier this is", f"add one of {known}", "type", kind
-        )
-    if not isinstance(kind, str) or kind not in TIER_TYPES:
-        raise refused("is not a kind of tier", f"write one of {known}", "type", kind)
-    return TIER_TYPES[kind].model_validate(dict(entry))
+    if not isinstance(entry, Mapping):
+        raise refused("must be an object", f"write for example {_EXAMPLE}")
+    return tier_class(entry).model_validate(dict(entry))
 
 
-TierConfig = Annotated[FsTierConfig, BeforeValidator(_tier)]
+TierConfig = Annotated[FsTierConfig | UserTierConfig, BeforeValidator(_tier)]

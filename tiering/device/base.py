@@ -7,12 +7,16 @@ goes to which slot is decided by the scheduler side.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from tiering.layout import ShareLayout
+
+ByteArray = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int32]
 
 
@@ -21,12 +25,13 @@ class BlockMap:
     """Which device block belongs to which place in the host tier: three arrays of one length.
 
     Entry i says that device block `blocks[i]` is block number `positions[i]` of the chunk in
-    slot `slots[i]`.
+    slot `slots[i]`; all are of KV cache group `group`, by the order that the copier was given.
     """
 
     blocks: IntArray
     slots: IntArray
     positions: IntArray
+    group: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.blocks) == len(self.slots) == len(self.positions):
@@ -34,6 +39,22 @@ class BlockMap:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+
+@dataclass(frozen=True)
+class HostPages:
+    """One KV cache group's blocks: `pages[l]` is its layer l, uint8 of shape `(num_blocks,
+    page_bytes[l])`, and `layout` how they lie in a share. ValueError where these do not fit."""
+
+    pages: Sequence[ByteArray]
+    layout: ShareLayout
+
+    def __post_init__(self) -> None:
+        widths = tuple(layer.shape[1] for layer in self.pages)
+        if widths != self.layout.page_bytes:
+            raise ValueError(
+                f"pages of {widths} bytes, but the layout has {self.layout.page_bytes}"
+            )
 
 
 class DeviceCopier(ABC):

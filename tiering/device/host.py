@@ -12,36 +12,28 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
-from tiering.device.base import BlockMap, DeviceCopier
+from tiering.device.base import BlockMap, ByteArray, DeviceCopier, HostPages
 from tiering.errors import ClosedError, CopyError
 from tiering.layout import ShareLayout
 from tiering_kernels.rows import gather_pages, scatter_pages
 
-ByteArray = npt.NDArray[np.uint8]
 Copy = tuple[BlockMap, Future[None]]
 
 
 class HostCopier(DeviceCopier):
     """One rank's copies between page arrays in host memory and its share of the rows."""
 
-    def __init__(self, pages: Sequence[ByteArray], layout: ShareLayout, share: ByteArray) -> None:
-        """`pages[l]` is layer l of the KV cache: uint8, shape `(num_blocks, page_bytes[l])`.
-        `share` is this rank's part of the host tier: uint8, shape `(rows, share_bytes)`, rows
-        may be strided. ValueError where these do not fit `layout`. Nothing is copied here.
+    def __init__(self, groups: Sequence[HostPages], share: ByteArray) -> None:
+        """`groups` in the order that block maps number them. `share` is this rank's part of the
+        host tier: uint8, shape `(rows, share_bytes)`, rows may be strided; ValueError where the
+        largest group does not fit. Nothing is copied here.
         """
-        widths = tuple(layer.shape[1] for layer in pages)
-        if widths != layout.page_bytes:
-            raise ValueError(f"pages of {widths} bytes, but the layout has {layout.page_bytes}")
-        if share.shape[1] != layout.share_bytes:
-            raise ValueError(
-                f"a share of {share.shape[1]} bytes, but the layout has {layout.share_bytes}"
-            )
-        self._pages = tuple(pages)
-        self._shares = _layers_of(share, layout)
+        need = max(group.layout.share_bytes for group in groups)
+        if share.shape[1] < need:
+            raise ValueError(f"a share of {share.shape[1]} bytes, but the layout has {need}")
+        self._groups = [(tuple(g.pages), _layers_of(share, g.layout)) for g in groups]
         self._loads: deque[Copy] = deque()
         self._stores: deque[Copy] = deque()
         self._closing = False
@@ -60,7 +52,7 @@ class HostCopier(DeviceCopier):
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        self._pages = self._shares = ()
+        self._groups = []
 
     def __repr__(self) -> str:
         with self._changed:
@@ -69,7 +61,12 @@ class HostCopier(DeviceCopier):
         return f"<HostCopier {state}, {queued}>"
 
     def _submit(self, queue: deque[Copy], blocks: BlockMap) -> Future[None]:
-        kept = BlockMap(blocks.blocks.copy(), blocks.slots.copy(), blocks.positions.copy())
+        kept = replace(
+            blocks,
+            blocks=blocks.blocks.copy(),
+            slots=blocks.slots.copy(),
+            positions=blocks.positions.copy(),
+        )
         future: Future[None] = Future()
         with self._changed:
             if self._closing:
@@ -94,7 +91,8 @@ class HostCopier(DeviceCopier):
         if not future.set_running_or_notify_cancel():
             return
         try:
-            copy(self._pages, blocks.blocks, blocks.slots, blocks.positions, self._shares)
+            pages, shares = self._groups[blocks.group]
+            copy(pages, blocks.blocks, blocks.slots, blocks.positions, shares)
         except Exception as error:
             failure = CopyError(f"{copy.__name__}, {len(blocks)} blocks: {error}")
             # Without its traceback, whose frames would keep the region mapped.

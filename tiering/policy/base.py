@@ -16,6 +16,10 @@ class EvictionPolicy(ABC):
     """What an implementor must write; nothing here has a default. All calls are O(batch)."""
 
     @abstractmethod
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: how many keys can be resident at most."""
+
+    @abstractmethod
     def add(self, keys: Sequence[bytes], access: int) -> None:
         """`keys` became resident, for the request behind `access`."""
 
@@ -28,8 +32,9 @@ class EvictionPolicy(ABC):
         """`keys`, all resident, are not any more."""
 
     @abstractmethod
-    def pick(self, count: int, evictable: Callable[[bytes], bool]) -> list[bytes]:
-        """Up to `count` victims among the keys for which `evictable` says yes, first to go first.
+    def pick(self, count: int, evictable: Callable[[Sequence[bytes]], list[bool]]) -> list[bytes]:
+        """Up to `count` victims among the keys that `evictable`, asked for some of them at once,
+        says yes to; first to go first.
 
         Changes nothing that can be observed: the caller calls `remove` for those it evicts.
         """

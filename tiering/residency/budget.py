@@ -7,11 +7,9 @@ missed by loads. Pure arithmetic over the pins in `Slots`, which stay the only c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from tiering.residency.state import Slots
+from tiering.residency.state import NOWHERE, PinKind, SlotArray, Slots
 
 _RESERVE_SHARE = 8
 
@@ -27,25 +25,26 @@ class LoadBudget:
 
     @property
     def held(self) -> int:
-        return int(np.count_nonzero(self._slots.load_pins))
+        return self._slots.held(PinKind.LOAD)
 
     @property
     def room(self) -> int:
         return max(0, self.limit - self.held)
 
-    def fitting(self, found: Sequence[int | None]) -> int:
-        """How many leading chunks, in these slots or not yet in any, can be held right now."""
+    def fitting(self, found: SlotArray) -> int:
+        """How many leading chunks, in these slots or NOWHERE yet, can be held right now."""
         slots = self._slots
-        may_go = slots.evictable()
-        is_here = np.array([slot is not None for slot in found], dtype=np.bool_)
-        here = np.array([slot for slot in found if slot is not None], dtype=np.intp)
+        room, there_is = self.room, slots.free + slots.evictable
+        if len(found) <= min(room, there_is):
+            return len(found)
+        is_here = found != NOWHERE
+        here = found[is_here]
         # A chunk in the prefix takes room either way: by being filled or by staying.
         takes_room, is_new = ~is_here, ~is_here
-        takes_room[is_here] = may_go[here]
+        takes_room[is_here] = slots.may_go(here)
         is_new[is_here] = slots.load_pins[here] == 0
-        there_is = slots.free + int(np.count_nonzero(may_go))
         return min(
-            int(np.searchsorted(np.cumsum(is_new), self.room, side="right")),
+            int(np.searchsorted(np.cumsum(is_new), room, side="right")),
             int(np.searchsorted(np.cumsum(takes_room), there_is, side="right")),
         )
 

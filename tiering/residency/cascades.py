@@ -7,22 +7,31 @@ first. Sans-IO: makes Cascade steps and takes in their outcomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-
-import numpy as np
 
 from tiering.clock import Clock
 from tiering.metrics import Counters
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
 from tiering.residency.plan import Cascade, Outcome, Verdict, keys_with
+from tiering.residency.state import PinKind, SlotArray, SlotState
+from tiering_kernels.keytable import KeyBatch, select
 
 STORAGE_MEDIUM = "STORAGE"
 CHUNKS_IN_STEP_MAX = 64
 
+COUNTERS = (
+    "cascades_offered",
+    "cascades_stored",
+    "cascades_already_there",
+    "cascades_full",
+    "cascades_refused",
+    "cascades_failed",
+    "cascades_skipped",
+)
+
 _COUNTER = {
-    Verdict.STORED: "cascades_stored",
     Verdict.ALREADY_THERE: "cascades_already_there",
     Verdict.FULL: "cascades_full",
     Verdict.REFUSED: "cascades_refused",
@@ -52,7 +61,7 @@ class CascadeBook:
         self._moved_at = clock.now()
         self._waiting: list[dict[bytes, None]] = [{} for _ in known]
         self._out: dict[int, Cascade] = {}
-        self._flying: list[set[bytes]] = [set() for _ in known]
+        self._flying: list[dict[bytes, None]] = [{} for _ in known]
         # Bounded by the slots there are: what was evicted from them cannot be offered.
         self._untaken: list[dict[bytes, None]] = [{} for _ in known]
 
@@ -66,6 +75,11 @@ class CascadeBook:
         return sum(map(len, self._waiting))
 
     @property
+    def under_way(self) -> int:
+        """Chunks that wait or are being written, over all tiers."""
+        return self.waiting + sum(len(step.keys) for step in self._out.values())
+
+    @property
     def needs_turns(self) -> bool:
         """Whether chunks wait for room, and writes do end: `settle` lets them go. Not for ever:
         a tier from which nothing is heard for `silence_seconds_max` is not waited for."""
@@ -74,77 +88,114 @@ class CascadeBook:
 
     def is_under_way(self, key: bytes) -> bool:
         """Whether `key` waits to be written to some tier, or is being written."""
-        return any(key in waiting for waiting in self._waiting) or any(
-            key in flying for flying in self._flying
-        )
+        return any(key in some for some in (*self._waiting, *self._flying))
+
+    def last_under_way(self, keys: Sequence[bytes]) -> bytes | None:
+        """The last of `keys` for which `is_under_way`; None where all are settled."""
+        busy = [some.keys() for some in (*self._waiting, *self._flying) if some]
+        if all(some.isdisjoint(keys) for some in busy):
+            return None
+        return next(filter(self.is_under_way, reversed(keys)))
 
     def unwritten(self) -> list[bytes]:
         """The keys that a tier is still to be given, once for each tier."""
         return [key for waiting in self._waiting for key in waiting]
 
-    def want(self, keys: Sequence[bytes]) -> list[Cascade]:
-        """`keys` became readable in the host tier: to every tier not known to hold them."""
+    def want(self, keys: Sequence[bytes], slots: SlotArray) -> list[Cascade]:
+        """`keys` became readable in `slots`: to every tier not known to hold them."""
         self._moved_at = self._clock.now()
-        for waiting, known in zip(self._waiting, self._known, strict=True):
-            waiting.update(dict.fromkeys(known.unknown(keys)))
-        return self._issue()
+        steps: list[Cascade] = []
+        for tier, known in enumerate(self._known):
+            is_new = ~known.holds(keys)
+            wanted = select(keys, is_new)
+            if not self._waiting[tier] and len(wanted) <= self._room:
+                self._counters.add("cascades_offered", len(wanted))
+                steps += self._send(tier, wanted, slots[is_new])
+            else:
+                self._offer(tier, wanted)
+        return steps + self._issue()
 
     def want_again(self, keys: Sequence[bytes]) -> list[Cascade]:
         """`keys` were used: those that a tier did not take when they were offered are offered
         again, as long as they are in the host tier."""
         found = False
-        for waiting, untaken in zip(self._waiting, self._untaken, strict=True):
+        for tier, untaken in enumerate(self._untaken):
             again = [key for key in keys if key in untaken] if untaken else []
+            if not again:
+                continue
             for key in again:
                 del untaken[key]
-            waiting.update(dict.fromkeys(self._index.ready(again)))
-            found = found or bool(again)
+            self._offer(tier, self._index.ready(again))
+            found = True
         return self._issue() if found else []
 
     def is_mine(self, step_id: int) -> bool:
         return step_id in self._out
 
-    def settle(self, outcome: Outcome) -> tuple[list[bytes], list[Cascade]]:
+    def settle(self, outcome: Outcome) -> tuple[Sequence[bytes], list[Cascade]]:
         """Keys that a tier took, and the steps for which there is room now."""
         self._moved_at = self._clock.now()
         step = self._out.pop(outcome.id)
-        slots = self._index.slots
-        slots.unpin(step.slots, slots.write_pins)
-        self._flying[step.tier].difference_update(step.keys)
-        self._counters.tally(outcome.verdicts, _COUNTER, "cascades_failed")
+        self._index.slots.unpin(step.slots, PinKind.WRITE)
+        for key in step.keys:
+            self._flying[step.tier].pop(key, None)
         stored = keys_with(step, outcome, Verdict.STORED)
         self._known[step.tier].add(stored)
-        self._known[step.tier].add(keys_with(step, outcome, Verdict.ALREADY_THERE))
+        self._counters.add("cascades_stored", len(stored))
+        if len(stored) < len(step.keys):
+            self._settle_unstored(step, outcome)
+        return stored, self._issue()
+
+    def _settle_unstored(self, step: Cascade, outcome: Outcome) -> None:
+        there = keys_with(step, outcome, Verdict.ALREADY_THERE)
+        self._known[step.tier].add(there)
+        others = tuple(verdict for verdict in outcome.verdicts if verdict is not Verdict.STORED)
+        self._counters.tally(others, _COUNTER, "cascades_failed")
         untaken = self._untaken[step.tier]
         for verdict in (Verdict.FULL, Verdict.REFUSED, Verdict.FAILED):
             untaken.update(dict.fromkeys(keys_with(step, outcome, verdict)))
-        for key in list(islice(untaken, max(0, len(untaken) - len(slots)))):
+        for key in list(islice(untaken, max(0, len(untaken) - len(self._index.slots)))):
             del untaken[key]
-        return stored, self._issue()
 
     def clear(self) -> None:
         """Nothing waits any more; what is under way keeps its pins until its outcome."""
+        self._counters.add("cascades_skipped", self.waiting)
         for keys in (*self._waiting, *self._untaken):
             keys.clear()
 
+    @property
+    def _room(self) -> int:
+        """How many more slots writes may pin."""
+        return self._pinned_max - self._index.slots.held(PinKind.WRITE)
+
+    def _offer(self, tier: int, keys: Iterable[bytes]) -> None:
+        waiting = self._waiting[tier]
+        before = len(waiting)
+        waiting.update(dict.fromkeys(keys))
+        self._counters.add("cascades_offered", len(waiting) - before)
+
     def _issue(self) -> list[Cascade]:
-        steps = []
-        slots = self._index.slots
-        room = self._pinned_max - int(np.count_nonzero(slots.write_pins))
+        """Steps for what waits, as far as there is room."""
+        steps: list[Cascade] = []
         for tier, waiting in enumerate(self._waiting):
-            while waiting and room > 0:
-                batch = list(islice(waiting, room))
+            while waiting and (room := self._room) > 0:
+                batch = KeyBatch(islice(waiting, room))
                 for key in batch:
                     del waiting[key]
-                here = self._index.ready(batch)
+                slots = self._index.lookup(batch)
+                is_here = self._index.slots.are(SlotState.READY, slots)
+                here = select(batch, is_here)
                 self._counters.add("cascades_skipped", len(batch) - len(here))
-                slots.write_pins[np.array(list(here.values()), dtype=np.intp)] += 1
-                room -= len(here)
-                chunks = list(here.items())
-                for start in range(0, len(chunks), CHUNKS_IN_STEP_MAX):
-                    keys, where = zip(*chunks[start : start + CHUNKS_IN_STEP_MAX], strict=True)
-                    step = Cascade(self._next_id(), tier, keys, where)
-                    self._out[step.id] = step
-                    self._flying[tier].update(keys)
-                    steps.append(step)
+                steps += self._send(tier, here, slots[is_here])
         return steps
+
+    def _send(self, tier: int, keys: Sequence[bytes], slots: SlotArray) -> Iterator[Cascade]:
+        """Steps that write `keys` from `slots`, which are pinned until the outcomes."""
+        self._index.slots.pin(slots, PinKind.WRITE)
+        self._flying[tier].update(dict.fromkeys(keys))
+        where = slots.tolist()
+        for start in range(0, len(keys), CHUNKS_IN_STEP_MAX):
+            part = slice(start, start + CHUNKS_IN_STEP_MAX)
+            step = Cascade(self._next_id(), tier, tuple(keys[part]), tuple(where[part]))
+            self._out[step.id] = step
+            yield step

@@ -8,54 +8,45 @@ saw a key fail never gets it again; each step is forgotten with its final outcom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from itertools import islice
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tiering.clock import Clock
 from tiering.events import ChunksRemoved, ChunksStored, Event
 from tiering.metrics import Counters
+from tiering.policy.admission import AdmissionPolicy, AdmitAll
 from tiering.policy.base import EvictionPolicy
+from tiering.residency import cascades, promotions
 from tiering.residency.answers import Match, Reservation
 from tiering.residency.budget import LoadBudget
 from tiering.residency.cascades import STORAGE_MEDIUM, CascadeBook
+from tiering.residency.finder import Finder
 from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Contains, Drop, Outcome, Promote, Step, Verdict, keys_with
-from tiering.residency.state import SlotState
+from tiering.residency.plan import Drop, Outcome, Step, Verdict, keys_with
+from tiering.residency.promotions import PromotionBook
+from tiering.residency.questions import QuestionBook
+from tiering.residency.state import NOWHERE, SlotArray
 from tiering.residency.touches import TouchBook
+from tiering_kernels.keytable import KeyBatch, select
 
 COUNTERS = (
+    "chunks_asked",
+    "chunks_hit_host",
+    "chunks_hit_tier",
+    "chunks_missed",
     "chunks_loaded",
     "chunks_stored",
     "stores_refused",
-    "promotions_started",
-    "promotions_succeeded",
-    "promotions_missing",
-    "promotions_damaged",
-    "promotions_failed",
-    "promotions_late",
+    "stores_skipped",
     "lookups_failed",
     "loads_cut",
-    "cascades_stored",
-    "cascades_already_there",
-    "cascades_full",
-    "cascades_refused",
-    "cascades_failed",
-    "cascades_skipped",
     "drops_failed",
+    *promotions.COUNTERS,
+    *cascades.COUNTERS,
 )
-
-# By tier, the keys that a request may not be given from it.
-Absent = Mapping[int, AbstractSet[bytes]]
-
-_PROMOTION_COUNTER = {
-    Verdict.HIT: "promotions_succeeded",
-    Verdict.MISS: "promotions_missing",
-    Verdict.DAMAGED: "promotions_damaged",
-    Verdict.LATE: "promotions_late",
-}
 
 
 class Residency:
@@ -72,12 +63,21 @@ class Residency:
         policy: EvictionPolicy,
         clock: Clock,
         load_deadline_seconds: float,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         self.index = HostIndex(slot_count, policy)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
+        self._admission = admission or AdmitAll()
         self._known = [KnownKeys() for _ in range(tiers)]
+        self._finder = Finder(self.index, self._known, self._holds)
+        self._questions = QuestionBook(
+            self._finder, self._holds, self._known, self.counters, self._step_id
+        )
+        self._promotions = PromotionBook(
+            self.index, self._holds, self._known, self.counters, self._step_id
+        )
         self._cascades = CascadeBook(
             self.index,
             self._known,
@@ -87,8 +87,8 @@ class Residency:
             clock,
             load_deadline_seconds,
         )
-        self._touches = TouchBook(self._known, self._cascades.is_under_way, self._step_id)
-        self._out: dict[int, tuple[Step, str]] = {}
+        self._touches = TouchBook(self._known, self._cascades, self._step_id)
+        self._drops: dict[int, Drop] = {}
         self._steps: list[Step] = []
         self._events: list[Event] = []
         self._ids = 0
@@ -103,93 +103,94 @@ class Residency:
 
     def close(self, owner: str) -> None:
         """End a request: whatever it holds is given back. Unknown owners are ignored."""
-        request = self._holds.get(owner)
+        if (request := self._holds.get(owner)) is None:
+            return
         self._touches.end(request)
-        if request is not None and request.chain:
-            self._steps += self._cascades.want_again(request.chain)
+        for chain in request.chains.values():
+            self._steps += self._cascades.want_again(chain)
         self.changes += self._holds.close(owner)
 
     def used(self, owner: str, keys: Sequence[bytes]) -> None:
         """The request uses this prefix, from wherever: keep it as recent as the request."""
         request = self._holds[owner]
+        keys = KeyBatch.of(keys)
         self._touches.note(request, keys)
-        self.index.touch(keys, request.access)
+        self.index.touch(keys, self.index.lookup(keys), request.access)
+
+    def restrict(self, owner: str, tiers: frozenset[int]) -> None:
+        """From now on the request may have chunks from these secondary tiers only."""
+        self._holds[owner].tiers = tiers
+
+    def forbid(self, owner: str) -> None:
+        """From now on the request may have chunks from the host tier only."""
+        self.restrict(owner, frozenset())
 
     # Loads
 
     def match(self, keys: Sequence[bytes], owner: str | None = None) -> Match:
-        """How much of the chain `keys` can be had, as far as is known. Changes nothing."""
+        """How much of the chain `keys` can be had, as far as is known. Moves nothing."""
         request = self._holds.get(owner)
-        absent = request.absent if request else {}
-        resident = self.index.resident_prefix(keys)
-        reach = self._reach(keys, len(resident), absent)
-        is_open = (
-            reach < len(keys)
-            and not (request and self._holds.is_late(request))
-            and any(keys[reach] not in absent.get(tier, ()) for tier in range(len(self._known)))
-        )
-        return Match(self.index.slots.ready_prefix(resident), reach, is_open)
+        self._report(request, keys)
+        return self._finder.match(KeyBatch.of(keys), request)
 
-    def _reach(self, keys: Sequence[bytes], start: int, absent: Absent) -> int:
-        """Up to which chunk the chain goes on from `start`, in whatever place each one is."""
-        reach, before = start, -1
-        while before < reach < len(keys):
-            before = reach
-            for tier, known in enumerate(self._known):
-                reach += known.prefix(islice(keys, reach, None), absent.get(tier, ()))
-            if reach > before:
-                reach += len(self.index.resident_prefix(islice(keys, reach, None)))
-        return reach
+    def places(self, keys: Sequence[bytes], owner: str | None = None) -> bytes:
+        """Where each of `keys`, in any order, is: one byte each, a `Place`. Moves nothing."""
+        request = self._holds.get(owner)
+        self._report(request, keys)
+        return bytes(self._finder.find(KeyBatch.of(keys), request).places)
 
     def ask(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Ask the tiers for what `match` could not answer. Nothing while answers are out."""
-        request = self._holds[owner]
-        self._holds.start_clock(request)
-        if request.asks_out:
-            return
-        rest = keys[self.match(keys, owner).reach :]
-        for tier, known in enumerate(self._known):
-            wanted = known.unknown(rest, request.absent[tier])
-            if wanted:
-                left = self._holds.seconds_left(request)
-                step = Contains(self._step_id(), tier, tuple(wanted), left)
-                self._send(step, owner)
-                request.asks_out += 1
+        """Ask the tiers for those of `keys` whose place is UNKNOWN. Nothing while answers are
+        out."""
+        self._steps += self._questions.ask(owner, KeyBatch.of(keys))
 
     def is_asking(self, owner: str) -> bool:
         """Whether answers are out that are still worth waiting for."""
         request = self._holds[owner]
         return request.asks_out > 0 and not self._holds.is_late(request)
 
+    @property
+    def room_limit(self) -> int:
+        """The most chunks that holds can ever pin."""
+        return self.budget.limit
+
+    def room_for(self, keys: Sequence[bytes], owner: str) -> int:
+        """How many leading `keys` a `hold` could pin right now."""
+        _, slots = self._within_reach(owner, KeyBatch.of(keys))
+        return self.budget.fitting(slots)
+
     def hold(self, owner: str, keys: Sequence[bytes]) -> bool:
-        """Pin what of the matched prefix is in the host tier and promote the rest, as one unit,
-        cut to what the budget and the tier have room for. False: others hold the room for now,
-        ask again; never after the request's deadline, when it is cut to what there is."""
+        """Pin what of `keys` is in the host tier and promote the rest, as one unit, up to the first
+        that cannot be had, cut to what the budget and the tier have room for. False: others hold
+        the room for now, ask again; never after the request's deadline, when it is cut to what
+        there is. The order of `keys` is the caller's: what is lost later cuts it there."""
         request = self._holds[owner]
         if request.is_holding:
             raise AssertionError(f"{owner} holds a prefix already")
         self._holds.start_clock(request)
-        match, is_late = self.match(keys, owner), self._holds.is_late(request)
-        wanted = keys[: match.host if is_late else match.reach]
-        found = self.index.lookup(wanted)
-        fit = self.budget.fitting(found)
-        if fit < match.reach:
-            best = min(match.reach, self.budget.limit)
-            if fit < best and not is_late and self.may_make_room:
+        keys = KeyBatch.of(keys)
+        reach, slots = self._within_reach(owner, keys)
+        fit = self.budget.fitting(slots)
+        if fit < reach:
+            best = min(reach, self.budget.limit)
+            if fit < best and not self._holds.is_late(request) and self.may_make_room:
                 return False
             self.counters.add("loads_cut")
-        self._hold_prefix(owner, request, wanted[:fit], found[:fit])
+        held = keys if fit == len(keys) else KeyBatch(keys[:fit])
+        self._hold_prefix(owner, request, held, slots[:fit])
         return True
 
     def hold_ready(self, owner: str, keys: Sequence[bytes]) -> int:
         """Pin the leading `keys` that are in the host tier, for a copy that starts now: how many.
         Such holds are short, so the budget does not bound them."""
-        slots = self.index.resident_prefix(keys)
-        del slots[self.index.slots.ready_prefix(slots) :]
-        self._holds.pin(slots)
-        self._holds.begin(owner, keys[: len(slots)], slots)
-        self.used(owner, keys)
-        return len(slots)
+        keys = KeyBatch.of(keys)
+        request, found = self._holds[owner], self._finder.in_host(keys)
+        end, slots = found.host, found.slots
+        self._holds.pin(slots[:end])
+        self._holds.begin(owner, keys if end == len(keys) else keys[:end], slots[:end])
+        self._touches.note_all(request, keys)
+        self.index.touch(keys, slots, request.access)
+        return end
 
     def is_holding(self, owner: str) -> bool:
         request = self._holds.get(owner)
@@ -199,22 +200,35 @@ class Residency:
         """How many leading chunks of the hold are ready, or None while it is worth waiting.
         What is not ready at the deadline, and all behind it, is given up."""
         request = self._holds[owner]
-        if request.waiting:
+        if self._holds.is_waiting(owner):
             if not self._holds.is_late(request):
                 return None
-            self.counters.add("promotions_late", len(request.waiting))
-            self._holds.cut(owner, min(map(request.slots.index, request.waiting)))
+            waited_for = self._holds.waited_for(owner)
+            self._promotions.give_up(request.slots[waited_for].tolist())
+            self._holds.cut(owner, int(waited_for.argmax()))
         return len(request.slots)
 
     def claim(self, owner: str) -> list[int]:
         """The slots of the hold, in prefix order, to be copied from: pinned, whatever happens,
         until `release`, which must not be called before the copies have ended."""
         request = self._holds[owner]
-        if request.waiting or not request.is_holding:
+        if not request.is_holding or self._holds.is_waiting(owner):
             raise AssertionError(f"{owner} has nothing ready to claim")
         request.is_claimed = True
         self.counters.add("chunks_loaded", len(request.slots))
-        return list(request.slots)
+        slots: list[int] = request.slots.tolist()
+        return slots
+
+    def count_lookup(self, owner: str, in_host: int, in_tiers: int, missed: int) -> None:
+        """Count what a request that asked for so many chunks found; only the first time."""
+        request = self._holds[owner]
+        if request.is_counted:
+            return
+        request.is_counted = True
+        self.counters.add("chunks_asked", in_host + in_tiers + missed)
+        self.counters.add("chunks_hit_host", in_host)
+        self.counters.add("chunks_hit_tier", in_tiers)
+        self.counters.add("chunks_missed", missed)
 
     def release(self, owner: str) -> None:
         """Give the hold back; promotions under way go on, for whoever comes next."""
@@ -228,41 +242,58 @@ class Residency:
         """Slots for the chunks of the chain `keys` from `start` on that are not here yet, as far
         as there is room. Room is never made by giving up an ancestor that is nowhere else, nor
         the head of the chain: half of the host tier may hold it, the rest lets its tail through.
-        `keep_unwritten`: nor by giving up what waits to be written to a tier.
+        `keep_unwritten`: nor by giving up what waits to be written to a tier. What the admission
+        policy does not want is skipped.
         """
-        request = self._holds[owner]
+        request, keys = self._holds[owner], KeyBatch.of(keys)
+        self._report(request, keys)
         self._touches.note(request, keys)
-        fresh = [start + i for i, s in enumerate(self.index.lookup(keys[start:])) if s is None]
-        if not start:
+        rest = KeyBatch(keys[start:]) if start else keys
+        found = self.index.lookup(rest)
+        is_fresh = found == NOWHERE
+        if not start and not is_fresh.all():
             # The request uses all of its chain: no child may be kept longer than its parent.
-            self.index.touch(keys, request.access)
-        spared: list[bytes] = []
+            self.index.touch(keys, found, request.access)
+        if (wanted := self._admission.admits(rest)) < len(rest):
+            self.counters.add("stores_skipped", int(is_fresh[wanted:].sum()))
+            is_fresh[wanted:] = False
+        fresh = select(rest, is_fresh)
+        spared: Sequence[bytes] = ()
         if len(fresh) > self.index.slots.free:
-            half = len(self.index.slots) // 2
-            nowhere_else = list(keys[half:])
+            # All of it: what is not here yet cannot be evicted.
+            chain = keys if start or len(fresh) < len(keys) else ()
+            spared = self._spared(chain, keep_unwritten)
+        slots = self.index.reserve(fresh, request.access, spared)
+        indices: list[int] = (np.flatnonzero(is_fresh) + start).tolist()
+        end = indices[len(slots)] if len(slots) < len(indices) else len(keys)
+        if end < len(keys):
+            self.counters.add("stores_refused")
+        return Reservation(end, indices[: len(slots)], slots.tolist())
+
+    def _spared(self, keys: Sequence[bytes], keep_unwritten: bool) -> Sequence[bytes]:
+        """What a store of the chain `keys` does not give up to make room."""
+        half = len(self.index.slots) // 2
+        spared = keys
+        if half < len(keys):
+            nowhere_else: Sequence[bytes] = KeyBatch(keys[half:])
             for known in self._known:
                 nowhere_else = known.unknown(nowhere_else)
             spared = [*keys[:half], *nowhere_else]
-            if keep_unwritten:
-                spared += self._cascades.unwritten()
-        slots = self.index.reserve([keys[i] for i in fresh], request.access, spared)
-        end = fresh[len(slots)] if len(slots) < len(fresh) else len(keys)
-        if end < len(keys):
-            self.counters.add("stores_refused")
-        return Reservation(end, fresh[: len(slots)], slots)
+        if keep_unwritten and (unwritten := self._cascades.unwritten()):
+            spared = [*dict.fromkeys([*spared, *unwritten])]
+        return spared
 
     def filled(self, slots: Sequence[int]) -> None:
         """The device copies into reserved `slots` are done: readable, and on to the tiers."""
-        keys = self.index.fill(slots)
+        keys, where = self.index.fill(slots)
         self.counters.add("chunks_stored", len(keys))
         self.changes += 1
-        self._holds.wake(slots)
-        self._steps += self._cascades.want(keys)
+        if keys:
+            self._steps += self._cascades.want(keys, where)
 
     def unfilled(self, slots: Sequence[int]) -> None:
         """The device copies into reserved `slots` failed."""
-        for slot in slots:
-            self._holds.lose(slot)
+        self._holds.lose(slots)
         self.index.fail(slots)
         self.changes += 1
 
@@ -270,14 +301,15 @@ class Residency:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Remove `keys` from every tier."""
-        for slot in self.index.lookup(keys):
-            if slot is not None:
-                self._holds.lose(slot)
+        slots = self.index.lookup(keys)
+        self._holds.lose(slots[slots != NOWHERE])
         self.index.drop(keys)
         self.changes += 1
         for tier, known in enumerate(self._known):
             known.discard(keys)
-            self._send(Drop(self._step_id(), tier, tuple(keys)), "")
+            step = Drop(self._step_id(), tier, tuple(keys))
+            self._drops[step.id] = step
+            self._steps.append(step)
 
     def reset(self) -> None:
         """Forget everything: the host tier is empty, nothing is known of the others, and what
@@ -297,19 +329,24 @@ class Residency:
 
     def take_steps(self) -> list[Step]:
         """What is to be done now; each is handed out once."""
-        steps, self._steps = self._steps + list(self._touches.due()), []
-        return steps
+        steps, self._steps = self._steps, []
+        return steps + self._touches.due() if self._touches else steps
 
     def take_events(self) -> list[Event]:
         """What became readable or gone since the last call, in order, tier by tier."""
-        events = self.index.take_events() + self._events
-        self._events = []
-        return events
+        events, self._events = self._events, []
+        return self.index.take_events() + events
 
     @property
     def steps_out(self) -> int:
         """Steps whose final outcome has not come back."""
-        return len(self._out) + self._cascades.steps_out
+        books = (self._questions, self._promotions, self._cascades)
+        return len(self._drops) + sum(book.steps_out for book in books)
+
+    @property
+    def writes_under_way(self) -> int:
+        """Chunks offered to tiers that wait or are being written, counted once for each tier."""
+        return self._cascades.under_way
 
     @property
     def is_settled(self) -> bool:
@@ -325,12 +362,8 @@ class Residency:
     def may_make_room(self) -> bool:
         """Whether a slot that cannot be evicted now will be, without a new request's doing."""
         slots = self.index.slots
-        busy = slots.census()
-        return (
-            not self.is_settled
-            or bool(slots.load_pins.any())
-            or busy[SlotState.FILLING] + busy[SlotState.ABANDONED] + busy[SlotState.DOOMED] > 0
-        )
+        is_busy = slots.free + slots.evictable < len(slots)
+        return is_busy or not self.is_settled
 
     def seconds_left(self, owner: str) -> float:
         """Until what the request waits for is given up."""
@@ -344,93 +377,52 @@ class Residency:
                 self._steps += steps
                 if stored:
                     self._events.append(ChunksStored(STORAGE_MEDIUM, tuple(stored)))
-            elif outcome.id in self._out:
-                self._settle(outcome)
+            elif self._promotions.is_mine(outcome.id):
+                self._events += self._promotions.settle(outcome)
+            elif self._questions.is_mine(outcome.id):
+                self._questions.settle(outcome)
+            elif (step := self._drops.pop(outcome.id, None)) is not None:
+                self.counters.add("drops_failed", outcome.verdicts.count(Verdict.FAILED))
+                if gone := keys_with(step, outcome, Verdict.DELETED):
+                    self._events.append(ChunksRemoved(STORAGE_MEDIUM, tuple(gone)))
             self.changes += 1
-
-    def _settle(self, outcome: Outcome) -> None:
-        step, owner = self._out[outcome.id]
-        if outcome.final:
-            del self._out[outcome.id]
-        if isinstance(step, Contains):
-            self._settle_contains(step, owner, outcome)
-        elif isinstance(step, Promote):
-            self._settle_promote(step, outcome)
-        elif isinstance(step, Drop):
-            self.counters.add("drops_failed", outcome.verdicts.count(Verdict.FAILED))
-            if gone := keys_with(step, outcome, Verdict.DELETED):
-                self._events.append(ChunksRemoved(STORAGE_MEDIUM, tuple(gone)))
-
-    def _settle_contains(self, step: Contains, owner: str, outcome: Outcome) -> None:
-        hits = keys_with(step, outcome, Verdict.HIT)
-        self._known[step.tier].add(hits)
-        misses = outcome.verdicts.count(Verdict.MISS)
-        self.counters.add("lookups_failed", len(step.keys) - len(hits) - misses)
-        request = self._holds.get(owner)
-        if request is not None:
-            request.absent[step.tier].update(set(step.keys).difference(hits))
-            if outcome.final:
-                request.asks_out -= 1
-
-    def _settle_promote(self, step: Promote, outcome: Outcome) -> None:
-        if not outcome.final:
-            # The shell's own deadline: nobody should wait, but the slots stay with the reader.
-            for slot in step.slots:
-                self._holds.lose(slot, step.tier)
-            self.counters.add("promotions_late", len(step.slots))
-            return
-        self.counters.tally(outcome.verdicts, _PROMOTION_COUNTER, "promotions_failed")
-        hit = Verdict.HIT
-        good, bad = [], []
-        for key, slot, verdict in zip(step.keys, step.slots, outcome.verdicts, strict=True):
-            if verdict is hit:
-                good.append(slot)
-                continue
-            bad.append(slot)
-            self._holds.lose(slot, step.tier)
-            if verdict in (Verdict.MISS, Verdict.DAMAGED):
-                self._known[step.tier].discard([key])
-                self._events.append(ChunksRemoved(STORAGE_MEDIUM, (key,)))
-        self.index.fill(good)
-        self._holds.wake(good)
-        self.index.fail(bad)
 
     # Parts of the above
 
-    def _hold_prefix(
-        self, owner: str, request: Request, keys: Sequence[bytes], found: list[int | None]
-    ) -> None:
-        """Pin the resident part first, so that making room cannot evict it."""
-        self._holds.pin([slot for slot in found if slot is not None])
-        missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+    def _report(self, request: Request | None, keys: Sequence[bytes]) -> None:
+        """Tell the admission policy of what the request has not asked for before."""
+        if request is not None and not isinstance(self._admission, AdmitAll):
+            fresh = [key for key in keys if key not in request.reported]
+            request.reported.update(fresh)
+            self._admission.seen(fresh)
+
+    def _within_reach(self, owner: str, keys: KeyBatch) -> tuple[int, SlotArray]:
+        """How many leading `keys` can be had, and of those that there is still time for, the slots
+        that they are in."""
+        request = self._holds[owner]
+        found = self._finder.find(keys, request)
+        end = found.host if self._holds.is_late(request) else found.reach
+        return found.reach, found.slots[:end]
+
+    def _hold_prefix(self, owner: str, request: Request, keys: KeyBatch, slots: SlotArray) -> None:
+        """Pin the resident part first, so that making room cannot evict it, and touch it first,
+        so that what is promoted, its tail for the most part, goes before it."""
+        is_here = slots != NOWHERE
+        self._holds.pin(slots[is_here])
+        self.index.touch(keys, slots, request.access)
+        missing = select(keys, ~is_here)
         taken = self.index.reserve(missing, request.access)
         self._holds.pin(taken)
-        fresh = iter(taken)
-        slots = [next(fresh) if slot is None else slot for slot in found]
+        slots[~is_here] = taken
         self._holds.begin(owner, keys, slots)
-        self._touches.note(request, keys)
-        self.index.touch(keys, request.access)
-        self._promote(request, dict(zip(missing, taken, strict=True)))
-
-    def _promote(self, request: Request, chunks: dict[bytes, int]) -> None:
-        """Fill `chunks`, keys and their slots, from the first tier that is known to hold each."""
-        for tier, known in enumerate(self._known):
-            keys = known.among(chunks, request.absent[tier])
-            if keys:
-                slots = tuple(map(chunks.pop, keys))
-                left = self._holds.seconds_left(request)
-                self._send(Promote(self._step_id(), tier, tuple(keys), slots, left), "")
-                self.counters.add("promotions_started", len(keys))
-        if chunks:
-            raise AssertionError(f"nothing to promote {next(iter(chunks)).hex()} from")
+        self._touches.note_all(request, keys)
+        left = self._holds.seconds_left(request)
+        for tier, wanted, into in self._finder.sources(missing, taken, request):
+            self._steps.append(self._promotions.start(tier, wanted, into, left))
 
     def _step_id(self) -> int:
         self._ids += 1
         return self._ids
-
-    def _send(self, step: Step, owner: str) -> None:
-        self._out[step.id] = (step, owner)
-        self._steps.append(step)
 
     def __repr__(self) -> str:
         return (

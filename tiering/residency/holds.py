@@ -1,39 +1,43 @@
 """What each request holds: a contiguous prefix of pinned slots, some of them still being filled.
 
-Owns the requests, their load pins, and who waits for which slot. Invariants: every slot in a hold
-carries one load pin of that hold; a slot is waited for only by holds that contain it; a hold only
-ever gets shorter. Part of the core; same owner, same rules.
+Owns the requests and their load pins. Invariants: every slot in a hold carries one load pin of
+that hold; a hold only ever gets shorter. A hold waits for those of its slots that are being filled;
+it is not told when they are, so whoever waits looks. Part of the core; same owner, same rules.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from tiering.clock import Clock
-from tiering.residency.state import Slots, SlotState
+from tiering.residency.state import PinKind, SlotArray, Slots, SlotState
 
 
 @dataclass(slots=True)
 class Request:
     """`access` is its number for the policy; `absent` holds by tier the keys that it may not ask
-    for again; `chain` is the longest prefix it has used; `deadline` is set from its first question
-    to its release."""
+    for again; `tiers` are the secondary tiers that it may load from, or None for all of them;
+    `reported` are the keys that the admission policy was told of; `chains` has the longest prefix
+    that it has used, by KV cache group; `deadline` is set from its first question to its
+    release."""
 
     access: int
     absent: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    chain: Sequence[bytes] = ()
+    tiers: frozenset[int] | None = None
+    reported: set[bytes] = field(default_factory=set)
+    chains: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
     asks_out: int = 0
     deadline: float | None = None
     is_holding: bool = False
     is_claimed: bool = False
-    keys: list[bytes] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    waiting: set[int] = field(default_factory=set)
+    is_counted: bool = False
+    keys: Sequence[bytes] = ()
+    slots: SlotArray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Holds:
@@ -44,8 +48,9 @@ class Holds:
         self._clock = clock
         self._deadline_seconds = deadline_seconds
         self._requests: dict[str, Request] = {}
-        self._waiters: dict[int, list[str]] = {}
         self._accesses = 0
+        # Those whose holds may have slots that are still being filled.
+        self._waiting: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -84,22 +89,27 @@ class Holds:
     def is_late(self, request: Request) -> bool:
         return request.deadline is not None and self._clock.now() >= request.deadline
 
-    def pin(self, slots: Sequence[int]) -> None:
+    def pin(self, slots: SlotArray) -> None:
         """The load pins of a hold in the making."""
-        self._slots.load_pins[np.asarray(slots, dtype=np.intp)] += 1
+        self._slots.pin(slots, PinKind.LOAD)
 
-    def unpin(self, slots: Sequence[int]) -> None:
-        self._slots.unpin(slots, self._slots.load_pins)
-
-    def begin(self, owner: str, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+    def begin(self, owner: str, keys: Sequence[bytes], slots: SlotArray) -> None:
         """`owner` holds `slots`, pinned by the caller; it waits for those that are not READY."""
         request = self._requests[owner]
         request.is_holding = True
-        request.keys, request.slots = list(keys), list(slots)
-        is_unready = ~self._slots.are(SlotState.READY, slots)
-        request.waiting = set(compress(slots, is_unready.tolist()))
-        for slot in request.waiting:
-            self._waiters.setdefault(slot, []).append(owner)
+        request.keys, request.slots = keys, slots
+        self._waiting.add(owner)
+
+    def is_waiting(self, owner: str) -> bool:
+        """Whether a slot of the hold is still being filled."""
+        return owner in self._waiting and bool(self.waited_for(owner).any())
+
+    def waited_for(self, owner: str) -> npt.NDArray[np.bool_]:
+        """Of each slot of the hold, whether it is still being filled."""
+        are = self._slots.are(SlotState.FILLING, self._requests[owner].slots)
+        if not are.any():
+            self._waiting.discard(owner)
+        return are
 
     def release(self, owner: str) -> bool:
         """Give the hold back, whole, and stop the clock; whether there was one."""
@@ -115,29 +125,22 @@ class Holds:
         """Give back all of the hold from chunk `end` on."""
         request = self._requests[owner]
         gone = request.slots[end:]
-        self.unpin(gone)
-        for slot in request.waiting.intersection(gone):
-            self._waiters[slot].remove(owner)
-            if not self._waiters[slot]:
-                del self._waiters[slot]
-        request.waiting.difference_update(gone)
-        del request.slots[end:], request.keys[end:]
-
-    def lose(self, slot: int, tier: int | None = None) -> None:
-        """Whoever waits for `slot` waits in vain: cut there, and not again from `tier`."""
-        for owner in list(self._waiters.get(slot, ())):
-            request = self._requests[owner]
-            end = request.slots.index(slot)
-            if tier is not None:
-                request.absent[tier].add(request.keys[end])
-            self.cut(owner, end)
-
-    def wake(self, slots: Iterable[int]) -> None:
-        """`slots` are READY."""
-        for slot in self._waiters.keys() & slots:
-            for owner in self._waiters.pop(slot):
-                self._requests[owner].waiting.discard(slot)
+        request.keys, request.slots = request.keys[:end], request.slots[:end]
+        if not end:
+            self._waiting.discard(owner)
+        self._slots.unpin(gone, PinKind.LOAD)
 
     @property
     def slots_waited_for(self) -> int:
-        return len(self._waiters)
+        """How many there are, over all holds."""
+        return sum(int(self.waited_for(owner).sum()) for owner in list(self._waiting))
+
+    def lose(self, slots: Sequence[int] | SlotArray, tier: int | None = None) -> None:
+        """Whoever waits for one of `slots` waits in vain: cut there, and not again from `tier`."""
+        for owner in list(self._waiting) if len(slots) else ():
+            request = self._requests[owner]
+            lost = np.flatnonzero(np.isin(request.slots, slots) & self.waited_for(owner)).tolist()
+            if lost:
+                if tier is not None:
+                    request.absent[tier].update(request.keys[i] for i in lost)
+                self.cut(owner, lost[0])

@@ -2,13 +2,19 @@
 
 A key is in the set because the tier said so or because we stored it there; it leaves when the tier
 says otherwise. The set never decides that bytes are right: a read does. When it is full, the keys
-that were confirmed longest ago are forgotten, which costs one question when they are next wanted.
+that were confirmed longest ago are forgotten, a batch at a time, which costs one question when
+they are next wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from itertools import takewhile
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tiering_kernels.keytable import ABSENT, KeyBatch, open_table, select
 
 KNOWN_KEYS_MAX = 1_000_000
 
@@ -17,35 +23,51 @@ class KnownKeys:
     """Owned by the core; one for each secondary tier."""
 
     def __init__(self, keys_max: int = KNOWN_KEYS_MAX) -> None:
-        self._keys: dict[bytes, None] = {}
         self._keys_max = keys_max
+        # For each key the number of the batch that confirmed it last.
+        self._batch_of = open_table()
+        self._batches: deque[tuple[int, KeyBatch]] = deque()
+        self._listed = 0
+        self._number = 0
 
-    def add(self, keys: Iterable[bytes]) -> None:
-        self._keys.update(dict.fromkeys(keys))
-        excess = len(self._keys) - self._keys_max
-        if excess > 0:
-            oldest = iter(self._keys)
-            for key in [next(oldest) for _ in range(excess)]:
-                del self._keys[key]
+    def __len__(self) -> int:
+        return len(self._batch_of)
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._keys.pop(key, None)
+    def add(self, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        batch = KeyBatch(keys)
+        self._number += 1
+        self._batch_of.put(batch, self._number)
+        self._batches.append((self._number, batch))
+        self._listed += len(batch)
+        # A key that is confirmed again and again is listed as often, so lists have a bound, too.
+        while len(self) > self._keys_max or self._listed > 2 * self._keys_max:
+            number, oldest = self._batches.popleft()
+            self._listed -= len(oldest)
+            self.discard(select(oldest, self._batch_of.get(oldest) == number))
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        self._batch_of.pop(keys)
 
     def clear(self) -> None:
-        self._keys.clear()
+        self._batch_of = open_table()
+        self._batches.clear()
+        self._listed = 0
 
-    def prefix(self, keys: Iterable[bytes], absent: Container[bytes]) -> int:
-        """How many leading `keys` are in the set and not in `absent`."""
-        known = self._keys
-        return sum(1 for _ in takewhile(lambda key: key in known and key not in absent, keys))
+    def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Of each key, whether it is in the set."""
+        are: npt.NDArray[np.bool_] = self._batch_of.get(keys) != ABSENT
+        return are
 
-    def among(self, keys: Iterable[bytes], absent: Container[bytes]) -> list[bytes]:
-        """Those of `keys` that are in the set and not in `absent`."""
-        known = self._keys
-        return [key for key in keys if key in known and key not in absent]
+    def mark(self, keys: Sequence[bytes], marks: bytearray, found: int, missing: int) -> None:
+        """See KeyTable.mark."""
+        self._batch_of.mark(keys, marks, found, missing)
 
-    def unknown(self, keys: Iterable[bytes], absent: Container[bytes] = ()) -> list[bytes]:
-        """Those of `keys` that are neither in the set nor in `absent`."""
-        known = self._keys
-        return [key for key in keys if key not in known and key not in absent]
+    def among(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of `keys` that are in the set."""
+        return select(keys, self.holds(keys))
+
+    def unknown(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of `keys` that are not in the set."""
+        return select(keys, ~self.holds(keys))

@@ -8,6 +8,7 @@ engine; its outcome repeats it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -99,6 +100,9 @@ def failed(step: Step) -> Outcome:
     return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))
 
 
-def keys_with(step: Step, outcome: Outcome, verdict: Verdict) -> list[bytes]:
+def keys_with(step: Step, outcome: Outcome, verdict: Verdict) -> Sequence[bytes]:
     """The keys of `step` that came out as `verdict`."""
+    count = outcome.verdicts.count(verdict)
+    if count in (0, len(step.keys)):
+        return step.keys if count else ()
     return [key for key, told in zip(step.keys, outcome.verdicts, strict=True) if told is verdict]

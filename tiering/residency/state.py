@@ -2,18 +2,26 @@
 
 Everything that changes the state of a slot goes through `Slots.move`, which refuses what the
 table does not list and then leaves all of the batch as it was. Pins are counts beside the state:
-a slot with a pin is never freed. Owned by `residency.index`; vectorised over a batch of slots.
+a slot with a pin is never freed. What there is of each is counted as it changes, so that nothing
+here depends on how many slots there are. Owned by `residency.index`; works on batches of slots.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-SlotArray = npt.NDArray[np.intp]
+from tiering_kernels.keytable import ABSENT, KeyBatch
+from tiering_kernels.slots import ILLEGAL, Book, Names, open_changes
+
+SlotArray = npt.NDArray[np.int64]
+
+# In place of the slot of a key that is in none.
+NOWHERE = ABSENT
 
 
 class SlotState(enum.IntEnum):
@@ -51,32 +59,35 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.DOOMED, SlotEvent.RELEASE): SlotState.FREE,
 }
 
-_ILLEGAL = 255
-
-
-def _as_array() -> npt.NDArray[np.uint8]:
-    table = np.full((len(SlotState), len(SlotEvent)), _ILLEGAL, dtype=np.uint8)
-    for (before, event), after in TRANSITIONS.items():
-        table[before, event] = after
-    return table
+_FOLLOWING = {
+    event: bytes(TRANSITIONS.get((state, event), ILLEGAL) for state in SlotState)
+    for event in SlotEvent
+}
+_NAMES = Names(len(SlotState), SlotState.FREE, SlotState.READY, SlotState.DOOMED)
 
 
 class IllegalTransition(AssertionError):
     """A bug in the core: a slot was moved in a way that its table does not list."""
 
 
+class PinKind(enum.IntEnum):
+    """Who keeps a slot: requests that load, or cascades to secondary tiers."""
+
+    LOAD = 0
+    WRITE = 1
+
+
 class Slots:
     """States, pins and keys of all slots of the host tier. Slots of one call must differ.
 
-    `load_pins` are held by requests that load, `write_pins` by cascades to secondary tiers.
+    `states` and the pins are for reading; they change by `move`, `pin` and `unpin` only.
     """
 
-    _table = _as_array()
-
     def __init__(self, count: int) -> None:
-        self.states = np.zeros(count, dtype=np.uint8)
-        self.load_pins = np.zeros(count, dtype=np.int32)
-        self.write_pins = np.zeros(count, dtype=np.int32)
+        self._book = Book(count, _NAMES)
+        self._changes = open_changes(self._book)
+        self.states = self._book.states[:count]
+        self.load_pins, self.write_pins = self._book.pins
         self.keys: list[bytes | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
 
@@ -87,68 +98,81 @@ class Slots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, keys: Sequence[bytes]) -> list[int]:
+    @property
+    def evictable(self) -> int:
+        """How many are READY and have no pin."""
+        return int(self._book.evictable[0])
+
+    def held(self, kind: PinKind) -> int:
+        """How many have a pin of this kind."""
+        return int(self._book.held[kind])
+
+    def census(self) -> dict[SlotState, int]:
+        return dict(zip(SlotState, self._book.of_state.tolist(), strict=True))
+
+    def take(self, keys: Sequence[bytes]) -> SlotArray:
         """One free slot for each key, FILLING from now on. There must be enough."""
         if len(keys) > len(self._free):
             raise IllegalTransition(f"{len(keys)} slots wanted, {len(self._free)} are free")
         cut = len(self._free) - len(keys)
         taken = self._free[cut:]
         taken.reverse()
-        self.move(taken, SlotEvent.RESERVE)
+        slots = np.array(taken, np.int64)
+        self.move(slots, SlotEvent.RESERVE)
         del self._free[cut:]
         for slot, key in zip(taken, keys, strict=True):
             self.keys[slot] = key
-        return taken
+        return slots
 
     def move(self, slots: Sequence[int] | SlotArray, event: SlotEvent) -> None:
         """Apply `event` to every slot, or to none and raise IllegalTransition."""
-        where = np.asarray(slots, dtype=np.intp)
-        if not len(where):
-            return
-        before = self.states[where]
-        after = self._table[before, event]
-        if (after == _ILLEGAL).any():
-            states = sorted({SlotState(s).name for s in before.tolist()})
-            raise IllegalTransition(f"{event.name} of slots that are {', '.join(states)}")
-        freed = where[after == SlotState.FREE]
-        if len(freed):
-            pinned = self.load_pins[freed] + self.write_pins[freed]
-            if pinned.any():
-                raise IllegalTransition(
-                    f"{event.name} would free {np.count_nonzero(pinned)} pinned slots"
-                )
-            for slot in freed.tolist():
-                self.keys[slot] = None
-            self._free.extend(freed.tolist())
-        self.states[where] = after
+        where = np.ascontiguousarray(slots, np.int64)
+        freed = self._changes.move(where, _FOLLOWING[event])
+        if freed is None:
+            raise IllegalTransition(self._why_not(where, event))
+        for slot in (gone := freed.tolist()):
+            self.keys[slot] = None
+        self._free += gone
+
+    def _why_not(self, slots: SlotArray, event: SlotEvent) -> str:
+        states = [SlotState(state) for state in self.states_of(slots).tolist()]
+        if all((state, event) in TRANSITIONS for state in states):
+            return f"{event.name} would free slots that are pinned"
+        names = sorted({state.name for state in states})
+        return f"{event.name} of slots that are {', '.join(names)}"
+
+    def pin(self, slots: Sequence[int] | SlotArray, kind: PinKind) -> None:
+        """Put a pin of this kind on each slot."""
+        self._changes.pin(np.ascontiguousarray(slots, np.int64), kind)
+
+    def unpin(self, slots: Sequence[int] | SlotArray, kind: PinKind) -> None:
+        """Take a pin of this kind off each slot; a doomed slot is freed with its last pin."""
+        gone = self._changes.unpin(np.ascontiguousarray(slots, np.int64), kind)
+        if gone is None:
+            raise IllegalTransition("a pin was given back twice")
+        if len(gone):
+            self.move(gone, SlotEvent.RELEASE)
+
+    def keys_of(self, slots: SlotArray) -> KeyBatch:
+        """The keys of slots that are not FREE."""
+        return KeyBatch(map(cast("list[bytes]", self.keys).__getitem__, slots.tolist()))
+
+    def state_of(self, slot: int) -> int:
+        """The state of `slot`, a SlotState; FREE for NOWHERE."""
+        return int(self._book.states[slot])
+
+    def states_of(self, slots: Sequence[int] | SlotArray) -> npt.NDArray[np.uint8]:
+        """The state of each of `slots`; FREE for NOWHERE."""
+        states: npt.NDArray[np.uint8] = self._book.states[np.asarray(slots, np.int64)]
+        return states
 
     def are(self, state: SlotState, slots: Sequence[int] | SlotArray) -> npt.NDArray[np.bool_]:
         """Of each of `slots`, whether it is in `state`."""
-        are: npt.NDArray[np.bool_] = self.states[np.asarray(slots, dtype=np.intp)] == state
+        are: npt.NDArray[np.bool_] = self.states_of(slots) == int(state)
         return are
 
-    def ready_prefix(self, slots: Sequence[int]) -> int:
-        """How many leading `slots` are READY."""
-        ready = self.are(SlotState.READY, slots)
-        return len(slots) if ready.all() else int(ready.argmin())
-
-    def evictable(self) -> npt.NDArray[np.bool_]:
-        """Of every slot, whether it may be evicted."""
-        is_idle = (self.load_pins | self.write_pins) == 0
-        may: npt.NDArray[np.bool_] = (self.states == SlotState.READY) & is_idle
+    def may_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """Of each of `slots`, whether it may be evicted."""
+        is_idle = (self.load_pins[slots] | self.write_pins[slots]) == 0
+        may: npt.NDArray[np.bool_] = self.are(SlotState.READY, slots) & is_idle
         return may
-
-    def unpin(self, slots: Sequence[int], pins: npt.NDArray[np.int32]) -> None:
-        """Take one of `pins` off each slot; a doomed slot is freed with its last pin."""
-        where = np.asarray(slots, dtype=np.intp)
-        if not len(where):
-            return
-        if (pins[where] < 1).any():
-            raise IllegalTransition("a pin was given back twice")
-        pins[where] -= 1
-        idle = (self.load_pins[where] + self.write_pins[where]) == 0
-        self.move(where[idle & (self.states[where] == SlotState.DOOMED)], SlotEvent.RELEASE)
-
-    def census(self) -> dict[SlotState, int]:
-        counts = np.bincount(self.states, minlength=len(SlotState))
-        return {state: int(counts[state]) for state in SlotState}

@@ -9,22 +9,25 @@ Part of the core; same owner, same rules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from tiering.keys import GROUP_BYTES
+from tiering.residency.cascades import CascadeBook
 from tiering.residency.holds import Request
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Touch
+from tiering.residency.plan import Step, Touch
+from tiering_kernels.keytable import KeyBatch
 
 WAITING_MAX = 256
 
 
 @dataclass(slots=True)
 class _Ended:
-    """A request's prefix; the first `settled` chunks of it are on no way any more."""
+    """A request's prefix, and the last chunk of it that was seen on its way to a tier."""
 
     chain: Sequence[bytes]
-    settled: int = 0
+    busy: bytes | None = None
 
 
 class TouchBook:
@@ -34,32 +37,43 @@ class TouchBook:
     def __init__(
         self,
         known: Sequence[KnownKeys],
-        is_under_way: Callable[[bytes], bool],
+        cascades: CascadeBook,
         next_id: Callable[[], int],
     ) -> None:
         self._known = known
-        self._is_under_way = is_under_way
+        self._cascades = cascades
         self._next_id = next_id
         self._ended: deque[_Ended] = deque()
 
-    @staticmethod
-    def note(request: Request, keys: Sequence[bytes]) -> None:
-        """The request uses the prefix `keys`."""
-        if len(keys) > len(request.chain):
-            request.chain = keys
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell, now or later."""
+        return bool(self._ended)
 
-    def end(self, request: Request | None) -> None:
+    @staticmethod
+    def note(request: Request, chain: Sequence[bytes]) -> None:
+        """The request uses `chain`, a prefix of one KV cache group."""
+        if chain:
+            group = _group_of(chain[0])
+            if len(chain) > len(request.chains.get(group, ())):
+                request.chains[group] = chain
+
+    def note_all(self, request: Request, keys: Sequence[bytes]) -> None:
+        """The request uses `keys`, of each KV cache group a prefix."""
+        for chain in _by_group(keys):
+            self.note(request, chain)
+
+    def end(self, request: Request) -> None:
         """The request is over."""
-        if request is not None and request.chain and self._known:
-            self._ended.append(_Ended(request.chain))
+        if self._known:
+            self._ended.extend(map(_Ended, request.chains.values()))
 
     def clear(self) -> None:
         self._ended.clear()
 
-    def due(self) -> list[Touch]:
+    def due(self) -> list[Step]:
         """What the tiers are to be told now."""
         waiting: deque[_Ended] = deque()
-        touches: list[Touch] = []
+        touches: list[Step] = []
         while self._ended:
             ended = self._ended.popleft()
             if self._is_settled(ended) or len(self._ended) + len(waiting) >= WAITING_MAX:
@@ -70,16 +84,34 @@ class TouchBook:
         return touches
 
     def _is_settled(self, ended: _Ended) -> bool:
-        chain = ended.chain
-        while ended.settled < len(chain) and not self._is_under_way(chain[ended.settled]):
-            ended.settled += 1
-        if ended.settled < len(chain):
-            return False
-        # Another request may have sent one of them off again, once it had settled.
-        is_settled = not any(map(self._is_under_way, chain))
-        ended.settled = len(chain) if is_settled else 0
-        return is_settled
+        # The last one is written last, so all of them are seldom looked at more than twice.
+        if ended.busy is None or not self._cascades.is_under_way(ended.busy):
+            ended.busy = self._cascades.last_under_way(ended.chain)
+        return ended.busy is None
 
     def _touches(self, chain: Sequence[bytes]) -> list[Touch]:
-        held = [known.among(chain, ()) for known in self._known]
+        held = [known.among(chain) for known in self._known]
         return [Touch(self._next_id(), tier, tuple(keys)) for tier, keys in enumerate(held) if keys]
+
+
+def _by_group(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+    if not keys or _are_of_one_group(KeyBatch.of(keys)):
+        return [keys]
+    chains: dict[bytes, list[bytes]] = {}
+    for key in keys:
+        chains.setdefault(_group_of(key), []).append(key)
+    return chains.values()
+
+
+def _are_of_one_group(keys: KeyBatch) -> bool:
+    """Quickly true of most that are; those of different lengths are looked at one by one."""
+    packed, lengths = keys.packed
+    size = lengths[0]
+    if lengths.count(size) < len(keys):
+        return False
+    columns = [packed[at::size] for at in range(max(0, size - GROUP_BYTES), size)]
+    return size <= GROUP_BYTES or all(column.count(column[0]) == len(keys) for column in columns)
+
+
+def _group_of(key: bytes) -> bytes:
+    return key[-GROUP_BYTES:] if len(key) > GROUP_BYTES else b""

@@ -12,6 +12,8 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from tiering.tiers.hostfile import (
     attach,
     inode_of,
     is_region_name,
+    join,
     region_name,
     sweep,
 )
@@ -41,6 +44,17 @@ _RECORD = struct.Struct("<II32s")  # attached, CRC-32 of the digest, the digest
 _ATTACHED = 1
 
 _clock = MonotonicClock()
+
+
+@contextmanager
+def _directory_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RegionError(
+            f"the host tier's memory {path} cannot be used ({error.strerror}): "
+            f"it needs a directory of shared memory that this user can write to"
+        ) from error
 
 
 class Region:
@@ -69,13 +83,15 @@ class Region:
         capacity_bytes: int,
         directory: Path = SHARED_MEMORY,
         deadline_seconds: float = 60.0,
+        ranks: int | None = None,
     ) -> Region:
         """Build the region `name` in `directory`, or attach to it if another process did.
 
         `name` comes from `region_name`, and its token is unique to one start of one engine.
         `capacity_bytes` is `cpu_bytes_to_use`: the limit for header and rows of all ranks
         together. `deadline_seconds` limits the wait for another process that builds the region,
-        counted from its last progress. Dead engines' regions are swept first.
+        counted from its last progress. Dead engines' regions are swept first. `ranks` workers
+        will announce themselves; left out, one for each share of a row.
 
         Raises ConfigError where not one chunk fits into `capacity_bytes`, and RegionError where
         `directory` has too little space or cannot be used, where the region was made with
@@ -83,21 +99,31 @@ class Region:
         """
         if not is_region_name(name):
             raise ValueError(f"{name!r} is not a name made by region_name")
-        geometry = Geometry.within(capacity_bytes, layout)
+        geometry = Geometry.within(capacity_bytes, layout, layout.ranks if ranks is None else ranks)
         path = directory / name
+        with _directory_errors(path):
+            return cls._mapping(
+                path, attach(path, geometry, capacity_bytes, deadline_seconds), geometry
+            )
+
+    @classmethod
+    def join(
+        cls, name: str, directory: Path = SHARED_MEMORY, deadline_seconds: float = 60.0
+    ) -> Region:
+        """Attach to the region `name` that the workers build, whatever its geometry; it waits for
+        them. Raises RegionError as `open` does."""
+        path = directory / name
+        with _directory_errors(path):
+            return cls._mapping(path, *join(path, deadline_seconds))
+
+    @classmethod
+    def _mapping(cls, path: Path, fd: int, geometry: Geometry) -> Region:
         try:
-            fd = attach(path, geometry, capacity_bytes, deadline_seconds)
-            try:
-                # The mapping duplicates the descriptor, and so keeps the lock until it is gone.
-                memory = mmap.mmap(fd, geometry.total_bytes)
-                return cls(path, geometry, memory, os.fstat(fd).st_ino)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise RegionError(
-                f"the host tier's memory {path} cannot be used ({error.strerror}): "
-                f"it needs a directory of shared memory that this user can write to"
-            ) from error
+            # The mapping duplicates the descriptor, and so keeps the lock until it is gone.
+            memory = mmap.mmap(fd, geometry.total_bytes)
+            return cls(path, geometry, memory, os.fstat(fd).st_ino)
+        finally:
+            os.close(fd)
 
     def announce(self, rank: int, digest: bytes) -> None:
         """Say that `rank` has the region mapped, with a 32-byte `digest` of what it will keep
@@ -156,11 +182,12 @@ class Region:
         self._mapped()
         return self._rows[:]
 
-    def share(self, rank: int) -> ByteArray:
-        """What `rank` keeps of each row: uint8, shape `(rows, share_bytes)`, strided."""
+    def share(self, number: int) -> ByteArray:
+        """Share `number` of each row: uint8, shape `(rows, share_bytes)`, strided."""
         self._mapped()
-        self.geometry.require_rank(rank)
-        start = rank * self.geometry.share_bytes
+        if not 0 <= number < self.geometry.shares:
+            raise IndexError(f"share {number} of rows with {self.geometry.shares}")
+        start = number * self.geometry.share_bytes
         return self._rows[:, start : start + self.geometry.share_bytes]
 
     def close(self) -> None:

@@ -28,8 +28,9 @@ from tiering.layout import RowLayout, aligned
 POLL_SECONDS = 0.005
 
 _MAGIC = b"KVTIER\r\n"
-_VERSION = 1
-_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, ranks, row_bytes, rows, share_bytes
+_VERSION = 2
+# Magic, version, shares, row_bytes, rows, share_bytes, ranks.
+_HEADER = struct.Struct("<8sIIQQQQ")
 _RECORD_STRIDE = 64  # the header proper takes one stride as well, then each rank has one
 _BUILD_STEP_BYTES = 16 << 20
 
@@ -39,29 +40,31 @@ _clock = MonotonicClock()
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What every process of an engine must agree on before it touches a row."""
+    """What every process of an engine must agree on before it touches a row: `shares` of
+    `share_bytes` make a row. `ranks` workers announce themselves; several may have one share."""
 
     row_bytes: int
     rows: int
-    ranks: int
+    shares: int
     share_bytes: int
+    ranks: int
 
     @classmethod
-    def within(cls, capacity_bytes: int, layout: RowLayout) -> Geometry:
+    def within(cls, capacity_bytes: int, layout: RowLayout, ranks: int) -> Geometry:
         """As many rows as fit, header included, in `capacity_bytes`; ConfigError if not one."""
-        if layout.share_bytes < 1 or layout.ranks < 1:
-            raise ValueError(f"a row needs at least one rank and one byte: {layout}")
-        header_bytes = _header_bytes(layout.ranks)
+        if layout.share_bytes < 1 or layout.ranks < 1 or ranks < 1:
+            raise ValueError(f"a row needs at least one rank and one byte: {layout}, {ranks}")
+        header_bytes = _header_bytes(ranks)
         rows = layout.rows_in(capacity_bytes - header_bytes)
         if rows < 1:
             need = header_bytes + layout.row_bytes
             raise ConfigError(
                 "cpu_bytes_to_use",
                 capacity_bytes,
-                f"one chunk of all {layout.ranks} ranks together takes {need} bytes",
-                f"give the host tier {need} bytes or more",
+                f"one chunk of all {ranks} ranks together takes {need} bytes",
+                f"write {need} or more, or make chunks smaller with blocks_per_chunk",
             )
-        return cls(layout.row_bytes, rows, layout.ranks, layout.share_bytes)
+        return cls(layout.row_bytes, rows, layout.ranks, layout.share_bytes, ranks)
 
     @property
     def header_bytes(self) -> int:
@@ -83,8 +86,22 @@ class Geometry:
     def packed(self) -> bytes:
         """The header as it stands in the file, up to the ranks' records."""
         return _HEADER.pack(
-            _MAGIC, _VERSION, self.ranks, self.row_bytes, self.rows, self.share_bytes
+            _MAGIC,
+            _VERSION,
+            self.shares,
+            self.row_bytes,
+            self.rows,
+            self.share_bytes,
+            self.ranks,
         )
+
+    @classmethod
+    def unpacked(cls, header: bytes) -> Geometry | None:
+        """Of a header as it stands in the file; None if it is another version's."""
+        magic, version, shares, row_bytes, rows, share_bytes, ranks = _HEADER.unpack(header)
+        if magic != _MAGIC or version != _VERSION:
+            return None
+        return cls(row_bytes, rows, shares, share_bytes, ranks)
 
 
 def region_name(token: str) -> str:
@@ -151,6 +168,34 @@ def attach(path: Path, geometry: Geometry, capacity_bytes: int, deadline_seconds
         time.sleep(POLL_SECONDS)
 
 
+def join(path: Path, deadline_seconds: float) -> tuple[int, Geometry]:
+    """A descriptor of the region at `path`, holding the shared lock, and its geometry, once other
+    processes have built it. Raises as `attach` does."""
+    give_up = _clock.now() + deadline_seconds
+    while True:
+        fd = _open_own(path)
+        if fd is not None:
+            try:
+                is_ours = _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path)
+                if is_ours and _is_published(fd):
+                    geometry = Geometry.unpacked(os.pread(fd, _HEADER.size, 0))
+                    if geometry is None:
+                        raise RegionError(
+                            f"{path} was made by another version of kv-tiering: run one version "
+                            f"in all processes of an engine"
+                        )
+                    _verify(fd, path, geometry)
+                    return os.dup(fd), geometry
+            finally:
+                os.close(fd)
+        if _clock.now() >= give_up:
+            raise RegionError(
+                f"no worker has built {path} within {deadline_seconds:g} seconds: look for its "
+                f"error in the log"
+            )
+        time.sleep(POLL_SECONDS)
+
+
 def _claim(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> bool:
     """Take the shared lock on a finished region, building it first if this process is alone.
 
@@ -210,7 +255,7 @@ def _verify(fd: int, path: Path, geometry: Geometry) -> None:
     """RegionError unless the finished region is what this process expects."""
     found = os.pread(fd, _HEADER.size, 0)
     if found != geometry.packed():
-        names = "version, ranks, row_bytes, rows, share_bytes"
+        names = "version, shares, row_bytes, rows, share_bytes, ranks"
         raise RegionError(
             f"{path} was made with ({names}) = {_HEADER.unpack(found)[1:]}, this process needs "
             f"{_HEADER.unpack(geometry.packed())[1:]}: run one version of kv-tiering with one "

@@ -8,16 +8,18 @@ removes the region's name. Every hook hands over to a half; what is decided is d
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
@@ -27,17 +29,29 @@ from tiering.events import NoEvents
 from tiering.portal import ThreadPortal
 from tiering.tiers.host import Region, region_name
 from tiering.wiring import build_core, build_host_copier, build_tiers
-from tiering_connectors.vllm.geometry import LAYOUT, geometry_of, layout_digest
+from tiering_connectors.vllm.geometry import (
+    LAYOUT,
+    Geometry,
+    device_type,
+    geometry_of,
+    layout_digest,
+)
+from tiering_connectors.vllm.hashing import hash_warning
 from tiering_connectors.vllm.identity import namespace_of
+from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.metadata import StepMetadata, WorkerMetadata
 from tiering_connectors.vllm.metrics import Growth, TieringPromMetrics, TieringStats
 from tiering_connectors.vllm.orders import StepOrders
+from tiering_connectors.vllm.params import kinds_of
+from tiering_connectors.vllm.plugin import register
 from tiering_connectors.vllm.scheduler import SchedulerHalf
-from tiering_connectors.vllm.worker import WorkerHalf, device_type
+from tiering_connectors.vllm.versions import tells_failed_loads, warn_untested
+from tiering_connectors.vllm.worker import Loaded, WorkerHalf
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -49,12 +63,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger("tiering")
 
-VLLM_TESTED = "0.32."
 WORKERS_DEADLINE_SECONDS = 300.0
 DRAIN_SECONDS = 2.0
 
@@ -66,11 +80,12 @@ class TieredConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_with_vllm()
+        log_with_vllm()
         self._config = parse(
             ConnectorConfig, self._kv_transfer_config.kv_connector_extra_config, EXTRA_CONFIG
         )
         self._geometry = geometry_of(vllm_config, kv_cache_config, self._config)
+        self._bad_blocks: set[int] = set()
         self._region: Region | None = None
         self._portal: ThreadPortal | None = None
         self._scheduler: SchedulerHalf | None = None
@@ -86,51 +101,60 @@ class TieredConnector(KVConnectorBase_V1):
 
     # Starting and stopping
 
-    def _open_region(self) -> Region:
-        row = self._geometry.row
-        if row.row_bytes > self._config.cpu_bytes_to_use:
-            raise ConfigError(
-                f"{EXTRA_CONFIG}.cpu_bytes_to_use",
-                self._config.cpu_bytes_to_use,
-                f"is less than one chunk of {row.row_bytes} bytes ({self._geometry.ranks} ranks)",
-                "write a larger number, or make chunks smaller with blocks_per_chunk",
-            )
-        engine_id = str(self._kv_transfer_config.engine_id)
-        return Region.open(
-            region_name(engine_id),
-            row,
-            self._config.cpu_bytes_to_use,
-            deadline_seconds=WORKERS_DEADLINE_SECONDS,
+    @property
+    def _region_name(self) -> str:
+        """Of this engine, and of this connector among several of an engine's."""
+        own = orjson.dumps(
+            self._kv_transfer_config.kv_connector_extra_config,
+            option=orjson.OPT_SORT_KEYS,
+            default=repr,
         )
+        return region_name(f"{self._kv_transfer_config.engine_id} {own.decode()}")
 
     def _start_scheduler(self) -> None:
-        if not vllm.__version__.startswith(VLLM_TESTED):
-            log.warning(
-                "this version of kv-tiering was tested with vLLM %sx, this is %s",
-                VLLM_TESTED,
-                vllm.__version__,
-            )
+        warn_untested(vllm.__version__)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made its connector. Its default would end a request
             # for a chunk that can be computed.
-            log.info("kv_load_failure_policy is set to 'recompute': a failed load is computed")
+            log.info(
+                "kv_load_failure_policy is set to 'recompute': a failed load is computed. "
+                "(Under a MultiConnector set it beside that one's name.)"
+            )
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self._region = region = self._open_region()
+        self._region = region = Region.join(
+            self._region_name, deadline_seconds=WORKERS_DEADLINE_SECONDS
+        )
         digests = region.wait_announced(WORKERS_DEADLINE_SECONDS)
         # Every worker has it mapped: from here on it lives exactly as long as they do.
         region.unlink()
+        # Of all ranks, of which this process has seen the first only.
+        self._geometry = replace(self._geometry, share_bytes=region.geometry.share_bytes)
         namespace = namespace_of(self._vllm_config, self._geometry, digests)
         tiers = build_tiers(self._config, namespace, self._geometry.row.row_bytes)
+        warning = hash_warning(
+            namespace.hash_algorithm, namespace.hash_seed, [tier.name for tier in tiers]
+        )
+        if warning is not None:
+            log.warning("%s", warning)
         self._portal = ThreadPortal(tiers, region.row)
         self._portal.start()
         core = build_core(self._config, region.geometry.rows, len(tiers))
         engine = Engine(core, self._portal, NoEvents())
-        self._scheduler = SchedulerHalf(engine, self._geometry, self._config.offload_prompt_only)
-        self._growth = Growth(tiers, MonotonicClock())
+        self._scheduler = half = SchedulerHalf(
+            engine,
+            self._geometry,
+            self._config.offload_prompt_only,
+            MonotonicClock(),
+            kinds_of(self._config),
+        )
+        self._growth = Growth(tiers, MonotonicClock(), half.meter, half.host_now)
         log.info(
-            "TieredConnector: %d chunks of %d tokens in host memory, then %s",
+            "TieredConnector: %d chunks in host memory (%s), then %s",
             region.geometry.rows,
-            self._geometry.tokens_per_chunk,
+            ", ".join(
+                f"group {group.index}: {group.kind.value}, {group.tokens_per_chunk} tokens a chunk"
+                for group in self._geometry.groups
+            ),
             ", ".join(tier.name for tier in tiers) or "no other tier",
         )
 
@@ -143,14 +167,36 @@ class TieredConnector(KVConnectorBase_V1):
                 "this version copies host tensors only",
                 "run vLLM's CPU backend",
             )
-        region = self._open_region()
         rank = self._vllm_config.parallel_config.rank
-        self._region = region
-        pages = self._geometry.pages(kv_caches)
-        self._worker = WorkerHalf(
-            build_host_copier(pages, self._geometry.share, region.share(rank))
+        self._geometry = geometry = self._agreed_geometry()
+        self._region = region = Region.open(
+            self._region_name,
+            geometry.row,
+            self._config.cpu_bytes_to_use,
+            deadline_seconds=WORKERS_DEADLINE_SECONDS,
+            ranks=geometry.world,
         )
-        region.announce(rank, layout_digest(kv_caches, self._kv_cache_config, self._geometry))
+        share = region.share(geometry.share_of(rank))
+        self._worker = WorkerHalf(
+            build_host_copier(geometry.pages(kv_caches), share),
+            geometry.block_bytes,
+            MonotonicClock(),
+            rank % geometry.replicas,
+            geometry.replicas,
+        )
+        region.announce(rank, layout_digest(kv_caches, self._kv_cache_config, geometry))
+
+    def _agreed_geometry(self) -> Geometry:
+        """With a share as large as the largest of the pipeline's stages needs it."""
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return self._geometry
+        from torch.distributed import all_gather_object
+        from vllm.distributed.parallel_state import get_pp_group
+
+        stages = get_pp_group()
+        sizes = [0] * stages.world_size
+        all_gather_object(sizes, self._geometry.share_bytes, group=stages.cpu_group)
+        return replace(self._geometry, share_bytes=max(sizes))
 
     def shutdown(self) -> None:
         """As far as vLLM gives time for it; nothing depends on its being called."""
@@ -176,12 +222,14 @@ class TieredConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduling().allocated(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         host = min(self._scheduling().loaded_from_host(request), num_external_tokens)
         sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: num_external_tokens - host}
         return {source: tokens for source, tokens in sources.items() if tokens}
@@ -190,12 +238,22 @@ class TieredConnector(KVConnectorBase_V1):
         return StepMetadata(self._scheduling().plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.invalid_block_ids:
+            # Another connector's load failed within a step: what the step computed from it, and
+            # had us store, is wrong.
+            self._scheduling().distrust_stores()
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, WorkerMetadata):
             self._scheduling().acknowledged(told.told)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduling().finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduling().finished(request)
         return False, None
@@ -243,10 +301,26 @@ class TieredConnector(KVConnectorBase_V1):
         self._working().start_stores(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._working().take_loaded() or None
+        """For versions of vLLM that know no `get_transfer_results`."""
+        return None, self._take_loaded().requests or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        loaded = self._take_loaded()
+        # Of one group vLLM computes again from the first bad block, of several everything.
+        failed = loaded.failed if len(self._geometry.groups) > 1 else set()
+        return KVConnectorTransferResults(finished_recving=loaded.requests, failed_recving=failed)
+
+    def _take_loaded(self) -> Loaded:
+        loaded = self._working().take_loaded()
+        if len(self._geometry.groups) == 1:
+            self._bad_blocks |= loaded.bad_blocks
+        return loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working().take_bad_blocks()
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         told = self._working().take_acknowledgements()
@@ -284,11 +358,10 @@ class TieredConnector(KVConnectorBase_V1):
         return f"<TieredConnector {self._role.name.lower()} {half!r} {self._region!r}>"
 
 
-def _log_with_vllm() -> None:
-    """vLLM sets up its own logger only: what the engine says goes to the same place, unless
-    somebody has set up ours."""
-    ours, theirs = logging.getLogger("tiering"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = not theirs.handlers
+# A MultiConnector looks its children's classes up by name, also those given by module path.
+register()
+
+if tells_failed_loads():
+    # What makes vLLM keep several KV cache groups apart. Without it, it makes one of them, of
+    # which a failed load can be told to it in any version.
+    SupportsHMA.register(TieredConnector)

@@ -6,22 +6,27 @@ checked against the real tensors in the worker. What cannot be served is refused
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tiering.config import ConnectorConfig
+from tiering.device.base import HostPages
 from tiering.errors import ConfigError
 from tiering.layout import RowLayout, ShareLayout
+from tiering_connectors.vllm.groups import Group, Kind, blocks_per_chunk_for
+from tiering_connectors.vllm.versions import is_host_resident, tokens_per_hash
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LAYOUT = "LBHNC"
 """What the connector asks vLLM for: each layer's blocks one after another."""
@@ -39,52 +44,76 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One rank's KV cache as chunks see it."""
+    """One rank's KV cache as chunks see it.
 
-    tokens_per_block: int
-    hashes_per_block: int
+    `regions[i]` are those of `groups[i]`; groups may lie on the same bytes, since a block belongs
+    to one of them at a time. `world` ranks carry out every job; `replicas` neighbours among them
+    hold the same bytes, which a row has once. `share_bytes` is what a share has room for: of the
+    largest group, over all ranks.
+    """
+
+    groups: tuple[Group, ...]
+    regions: tuple[tuple[Region, ...], ...]
+    tokens_per_hash: int
     num_blocks: int
-    regions: tuple[Region, ...]
-    blocks_per_chunk: int
-    ranks: int
-    group: str
+    world: int
+    share_bytes: int
+    replicas: int = 1
 
     @property
-    def tokens_per_chunk(self) -> int:
-        return self.tokens_per_block * self.blocks_per_chunk
+    def align(self) -> int:
+        """Tokens at which blocks of all groups end."""
+        return math.lcm(*(group.tokens_per_block for group in self.groups))
 
     @property
-    def share(self) -> ShareLayout:
-        return ShareLayout(tuple(r.page_bytes for r in self.regions), self.blocks_per_chunk)
+    def shares(self) -> tuple[ShareLayout, ...]:
+        """How each group's chunk lies in a share."""
+        return tuple(
+            ShareLayout(tuple(region.page_bytes for region in regions), group.blocks_per_chunk)
+            for group, regions in zip(self.groups, self.regions, strict=True)
+        )
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of each group, in one rank."""
+        return [sum(region.page_bytes for region in regions) for regions in self.regions]
 
     @property
     def row(self) -> RowLayout:
-        return RowLayout(self.share.share_bytes, self.ranks)
+        return RowLayout(self.share_bytes, self.world // self.replicas)
 
-    def pages(self, kv_caches: Mapping[str, torch.Tensor]) -> list[npt.NDArray[np.uint8]]:
-        """The regions of a worker's host tensors: uint8, `(num_blocks, page_bytes)` each."""
+    def share_of(self, rank: int) -> int:
+        """Which share of a row `rank` reads and writes."""
+        return rank // self.replicas
+
+    def hashes_per_chunk(self, group: Group) -> int:
+        return group.tokens_per_chunk // self.tokens_per_hash
+
+    def pages(self, kv_caches: Mapping[str, Any]) -> list[HostPages]:
+        """Each group's pages among a worker's host tensors."""
         import torch
 
-        tensor = next(iter(kv_caches.values()))
-        storage = tensor.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        pages = []
-        for region in self.regions:
-            end = region.offset + (self.num_blocks - 1) * region.stride + region.page_bytes
-            if end > raw.nbytes:
-                raise ConfigError(
-                    "kv_cache_layout",
-                    f"{end} bytes",
-                    f"vLLM allocated {raw.nbytes}, less than it described",
-                    "report this with the model's name and the version of vLLM",
-                )
-            view = np.lib.stride_tricks.as_strided(
-                raw[region.offset :],
-                shape=(self.num_blocks, region.page_bytes),
-                strides=(region.stride, 1),
+        tensor = next(iter(_tensors(kv_caches)))[1]
+        raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        return [
+            HostPages([self._page(raw, region) for region in regions], layout)
+            for regions, layout in zip(self.regions, self.shares, strict=True)
+        ]
+
+    def _page(self, raw: npt.NDArray[np.uint8], region: Region) -> npt.NDArray[np.uint8]:
+        end = region.offset + (self.num_blocks - 1) * region.stride + region.page_bytes
+        if end > raw.nbytes:
+            raise ConfigError(
+                "kv_cache_layout",
+                f"{end} bytes",
+                f"vLLM allocated {raw.nbytes}, less than it described",
+                "report this with the model's name and the version of vLLM",
             )
-            pages.append(view)
-        return pages
+        return np.lib.stride_tricks.as_strided(
+            raw[region.offset :],
+            shape=(self.num_blocks, region.page_bytes),
+            strides=(region.stride, 1),
+        )
 
 
 def geometry_of(
@@ -93,43 +122,84 @@ def geometry_of(
     """Read it off; ConfigError for what the connector does not serve."""
     parallel = vllm_config.parallel_config
     _refuse_parallelism(parallel)
-    _refuse_layout(kv_cache_config.kv_cache_layout)
-    spec = _only_full_attention(kv_cache_config)
-    tokens = spec.block_size
-    hash_tokens = kv_cache_config.hash_block_size or tokens
-    if tokens % hash_tokens:
-        raise ConfigError(
-            "--block-size",
-            tokens,
-            f"is not a multiple of the {hash_tokens} tokens that vLLM hashes at a time",
-            f"choose a multiple of {hash_tokens}",
-        )
-    return Geometry(
-        tokens_per_block=tokens,
-        hashes_per_block=tokens // hash_tokens,
-        num_blocks=kv_cache_config.num_blocks,
-        regions=_regions(kv_cache_config),
-        blocks_per_chunk=config.blocks_in_chunk(tokens),
-        ranks=parallel.tensor_parallel_size,
-        group=_describe(spec),
+    _refuse_layout(getattr(kv_cache_config, "kv_cache_layout", None))
+    _refuse_whole_prompts(vllm_config)
+    drafts = _drafts(vllm_config, kv_cache_config)
+    groups = tuple(
+        _group(index, group, config, index in drafts)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
+    if not groups:
+        raise ConfigError(
+            "kv_cache_groups",
+            "none",
+            "the model has no KV cache, so there is nothing to keep",
+            "start it without the connector",
+        )
+    regions = tuple(
+        _regions(kv_cache_config, set(group.layer_names), group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    )
+    geometry = Geometry(
+        groups=groups,
+        regions=regions,
+        tokens_per_hash=_checked_hash(tokens_per_hash(vllm_config, kv_cache_config), groups),
+        num_blocks=kv_cache_config.num_blocks,
+        world=parallel.world_size,
+        share_bytes=0,
+        replicas=_replicas(kv_cache_config, parallel),
+    )
+    largest = max(layout.share_bytes for layout in geometry.shares)
+    return dataclasses.replace(geometry, share_bytes=largest)
 
 
 def layout_digest(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig, geometry: Geometry
+    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, geometry: Geometry
 ) -> bytes:
-    """32 bytes over how the pages lie in memory: every layer's name, shape, strides and type."""
-    told = [str(kv_cache_config.kv_cache_layout), repr(geometry.regions)]
-    base = min(tensor.data_ptr() for tensor in kv_caches.values())
-    for name, tensor in kv_caches.items():
-        inner = (tuple(tensor.shape[1:]), tensor.stride(), tensor.data_ptr() - base)
+    """32 bytes over how a block's bytes lie in its pages: every layer's name, shape, strides, type
+    and place. Not over how many blocks there are: an engine with more memory reads the same."""
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    told = [str(layout), repr(geometry.groups), repr(geometry.shares)]
+    for name, tensor in _tensors(kv_caches):
+        offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+        inner = (tuple(tensor.shape[1:]), tensor.stride(), _places(geometry, offset))
         told.append(f"{name} {inner} {tensor.dtype} {tensor.device.type}")
     return hashlib.sha256("\n".join(told).encode()).digest()
 
 
-def _refuse_parallelism(parallel: object) -> None:
+def _places(geometry: Geometry, offset: int) -> list[tuple[int, int, int]]:
+    """Of a tensor at `offset`: in each group that lies there, the number of the region, and how
+    far into the first page it begins."""
+    return [
+        (at, number, offset - region.offset)
+        for at, regions in enumerate(geometry.regions)
+        for number, region in enumerate(regions)
+        if 0 <= offset - region.offset < region.page_bytes
+    ]
+
+
+def device_type(kv_caches: Mapping[str, Any]) -> str:
+    """The one kind of device that all of a worker's KV cache is on."""
+    kinds = sorted({tensor.device.type for _, tensor in _tensors(kv_caches)})
+    if len(kinds) != 1:
+        raise ConfigError(
+            "--device",
+            ", ".join(kinds) or "none",
+            "the KV cache is not on one device",
+            "report this with the model's name and the version of vLLM",
+        )
+    return str(kinds[0])
+
+
+def _tensors(kv_caches: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """vLLM gives a tensor for each layer, or for a layer with several states a list of them."""
+    for name, given in kv_caches.items():
+        for tensor in given if isinstance(given, list | tuple) else (given,):
+            yield name, tensor
+
+
+def _refuse_parallelism(parallel: Any) -> None:
     for name, flag in (
-        ("pipeline_parallel_size", "--pipeline-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("nnodes", "--nnodes"),
@@ -152,54 +222,139 @@ def _refuse_layout(layout: str | None) -> None:
         )
 
 
-def _only_full_attention(kv_cache_config: KVCacheConfig) -> KVCacheSpec:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:
+    """Latent attention that is not computed in pieces reads nothing that was cached before the
+    first token of a step: what is loaded would be left out, and the answer wrong."""
+    model = getattr(vllm_config, "model_config", None)
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if getattr(model, "use_mla", False) and not getattr(scheduler, "enable_chunked_prefill", True):
+        raise ConfigError(
+            "--enable-chunked-prefill",
+            False,
+            "vLLM cannot go on within a prompt of a model with latent attention then; on CPUs "
+            "without AMX it switches it off",
+            "use a machine on which vLLM leaves it on, or no connector",
+        )
 
+
+def _checked_hash(tokens: int, groups: Sequence[Group]) -> int:
+    """Tokens that vLLM hashes at a time, which must divide every group's blocks."""
+    sizes = [group.tokens_per_block for group in groups]
+    if any(size % tokens for size in sizes):
+        raise ConfigError(
+            "--block-size",
+            ", ".join(map(str, sizes)),
+            f"is not a multiple of the {tokens} tokens that vLLM hashes at a time",
+            f"choose a multiple of {tokens}",
+        )
+    return tokens
+
+
+def _replicas(kv_cache_config: KVCacheConfig, parallel: Any) -> int:
+    """Neighbouring tensor-parallel ranks that vLLM says hold the same bytes, as MLA's do."""
+    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
+    return replicas if parallel.tensor_parallel_size % replicas == 0 else 1
+
+
+def _drafts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
+    """The groups with layers of a draft model. vLLM marks them where it can tell; where it marks
+    none though there is a draft, it treats all groups as such, and so must we."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ConfigError(
-            "kv_cache_groups",
-            kinds,
-            f"the model has {len(groups)} groups of KV cache, this version serves one",
-            "use a model with full attention in every layer",
-        )
-    (group,) = groups
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = spec.first_spec
-    if not isinstance(spec, FullAttentionSpec) or group.host_resident:
-        raise ConfigError(
-            "kv_cache_groups[0]",
-            type(spec).__name__,
-            "this version serves full attention only",
-            "use a model with full attention in every layer",
-        )
-    return spec
+    marked = {i for i, group in enumerate(groups) if getattr(group, "is_eagle_group", False)}
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if marked or speculative is None:
+        return marked
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return set(range(len(groups))) if drops() else set()
 
 
-def _regions(kv_cache_config: KVCacheConfig) -> tuple[Region, ...]:
-    """One region for each layer, or one for all where a block holds every layer's page."""
-    regions = []
-    for tensor in kv_cache_config.kv_cache_tensors:
-        if tensor.block_stride * kv_cache_config.num_blocks > tensor.layer_stride > 0 and (
-            len(tensor.layers) > 1
-        ):
-            # Blocks outermost: all layers of a block lie side by side.
-            return (Region(0, tensor.block_stride, tensor.block_stride),)
-        regions += [
-            Region(
-                tensor.offset + i * tensor.layer_stride, tensor.block_stride, tensor.block_stride
+def _group(index: int, group: KVCacheGroupSpec, config: ConnectorConfig, is_draft: bool) -> Group:
+    spec = layer_specs(group.kv_cache_spec)[0]
+    kind, span = _kind(index, group, spec)
+    tokens = spec.block_size
+    wanted = config.blocks_in_chunk(tokens)
+    return Group(
+        index=index,
+        kind=kind,
+        tokens_per_block=tokens,
+        blocks_per_chunk=blocks_per_chunk_for(kind, tokens, span, wanted),
+        span=span,
+        is_draft=is_draft,
+        description=_describe(spec),
+    )
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """The specs of a group's layers: of one kind, though their pages may differ."""
+    several = getattr(spec, "kv_cache_specs", None)
+    return list(several.values()) if several else [spec]
+
+
+def _kind(index: int, group: KVCacheGroupSpec, spec: Any) -> tuple[Kind, int]:
+    """What the group keeps, and its span in tokens; ConfigError for what is not known here."""
+    from vllm.v1 import kv_cache_interface as vllm_specs
+
+    name, way_out = type(spec).__name__, "use a model without such layers, or no connector"
+    can_move = getattr(group, "enable_kv_transfer", True) and not is_host_resident(group)
+    if not can_move or not getattr(spec, "prefix_cacheable", True):
+        raise _refused(index, name, "vLLM does not find its blocks again by their hash", way_out)
+    if isinstance(spec, vllm_specs.MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            raise _refused(
+                index,
+                f"{name} with mamba_cache_mode {spec.mamba_cache_mode!r}",
+                "keeps no state at the end of a block, so there is nothing to go on from",
+                "start vLLM with --enable-prefix-caching --mamba-cache-mode align",
             )
-            for i in range(len(tensor.layers))
-        ]
-    return tuple(regions)
+        return Kind.STATE, 0
+    if isinstance(spec, vllm_specs.SlidingWindowSpec):
+        return Kind.WINDOW, spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
+        return Kind.LOCAL, spec.attention_chunk_size
+    if isinstance(spec, vllm_specs.FullAttentionSpec):
+        return Kind.FULL, 0
+    raise _refused(index, name, "this kind of KV cache is not served", way_out)
 
 
-def _describe(spec: KVCacheSpec) -> str:
+def _refused(index: int, what: str, problem: str, way_out: str) -> ConfigError:
+    return ConfigError(f"kv_cache_groups[{index}]", what, problem, way_out)
+
+
+def _regions(kv_cache_config: KVCacheConfig, layers: set[str], spec: Any) -> tuple[Region, ...]:
+    """Where the pages of `layers` lie, neighbours in every block as one."""
+    page_of = getattr(spec, "kv_cache_specs", None) or {}
+    found = []
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for at, layer in enumerate(tensor.layers):
+            if layer in layers:
+                page = page_of.get(layer, layer_specs(spec)[0]).page_size_bytes
+                offset = tensor.offset + at * tensor.layer_stride
+                found.append(Region(offset, tensor.block_stride, min(page, tensor.block_stride)))
+    merged: list[Region] = []
+    for region in sorted(found, key=lambda region: region.offset):
+        last = merged[-1] if merged else None
+        joins = (
+            last is not None
+            and last.stride == region.stride
+            and last.offset + last.page_bytes == region.offset
+            and last.page_bytes + region.page_bytes <= last.stride
+        )
+        if last is not None and joins:
+            merged[-1] = Region(last.offset, last.stride, last.page_bytes + region.page_bytes)
+        else:
+            merged.append(region)
+    return tuple(merged)
+
+
+def _describe(spec: Any) -> str:
     facts = [type(spec).__name__]
-    for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"):
-        facts.append(f"{name}={getattr(spec, name, None)}")
+    for name in (
+        *("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"),
+        *("sliding_window", "attention_chunk_size", "shapes", "dtypes", "mamba_type"),
+        *("cache_dtype_str", "model_version", "page_size_bytes"),
+    ):
+        value = getattr(spec, name, None)
+        if value is not None:
+            facts.append(f"{name}={value}")
     facts.append(f"quant={getattr(spec, 'kv_quant_mode', None)!r}")
-    facts.append(f"window={getattr(spec, 'sliding_window', None)}")
     return " ".join(facts)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tiering.keys import tagged
 from tiering.namespace import Namespace
 from tiering_connectors.vllm.geometry import Geometry
+from tiering_connectors.vllm.hashing import hash_seed_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,16 +46,17 @@ def namespace_of(
         platform=f"{platform.system()} {platform.machine()}",
         isa=_isa(),
         engine=_engine(),
-        tokens_per_block=geometry.tokens_per_block,
-        blocks_per_chunk=geometry.blocks_per_chunk,
-        groups=(geometry.group,),
+        tokens_per_block=geometry.align,
+        blocks_per_chunk=max(group.blocks_per_chunk for group in geometry.groups),
+        groups=tuple(map(repr, geometry.groups)),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         dcp_size=parallel.decode_context_parallel_size,
-        share_bytes=geometry.share.share_bytes,
-        ranks=geometry.ranks,
+        share_bytes=geometry.share_bytes,
+        ranks=geometry.row.ranks,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=hash_seed_digest(str(cache.prefix_caching_hash_algo)),
     )
 
 

@@ -21,6 +21,8 @@ class Job:
     blocks: frozenset[int] = frozenset()
     ranks_ended: int = 0
     has_failed: bool = False
+    copied_bytes: int = 0
+    seconds: float = 0.0
 
 
 class JobBook:
@@ -46,6 +48,11 @@ class JobBook:
             return []
         return [job.job_id for job in self._jobs.values() if not job.blocks.isdisjoint(blocks)]
 
+    def fail_stores(self) -> None:
+        """However they end on the ranks, the stores that are out have failed."""
+        for job in self._jobs.values():
+            job.has_failed |= not job.owner
+
     def settle(self, told: Acknowledgements) -> list[Job]:
         """The jobs that every rank has ended by now. Unknown jobs are ignored."""
         ended = []
@@ -55,6 +62,8 @@ class JobBook:
                 continue
             job.ranks_ended += ranks
             job.has_failed |= job_id in told.failed
+            job.copied_bytes += told.copied_bytes.get(job_id, 0)
+            job.seconds = max(job.seconds, told.seconds.get(job_id, 0.0))
             if job.ranks_ended >= self._ranks:
                 ended.append(self._jobs.pop(job_id))
         return ended

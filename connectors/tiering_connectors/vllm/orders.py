@@ -14,11 +14,17 @@ from tiering.device.base import BlockMap
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """Copy `blocks`; for a load, `request_id` is who waits for it."""
+    """Copy all of `parts`, one for each KV cache group at most; for a load, `request_id` is who
+    waits for it."""
 
     job_id: int
-    blocks: BlockMap
+    parts: tuple[BlockMap, ...]
     request_id: str = ""
+
+    @property
+    def blocks(self) -> set[int]:
+        """The device blocks that it reads or writes."""
+        return {block for part in self.parts for block in part.blocks.tolist()}
 
 
 @dataclass(slots=True)
@@ -35,14 +41,27 @@ class StepOrders:
 
 @dataclass(slots=True)
 class Acknowledgements:
-    """How many ranks have ended each job, and the jobs that failed on one of them."""
+    """How many ranks have ended each job, the jobs that failed on one of them, and what they
+    copied: the bytes of all ranks together, and the seconds of the slowest."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    copied_bytes: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def add(self, job_id: int, copied_bytes: int, seconds: float, has_failed: bool) -> None:
+        """One rank has ended a job."""
+        self.ended[job_id] = 1
+        self.copied_bytes[job_id] = copied_bytes
+        self.seconds[job_id] = seconds
+        if has_failed:
+            self.failed.add(job_id)
 
     def merged(self, other: Acknowledgements) -> Acknowledgements:
         """Of these ranks and those of `other` together."""
-        ended = dict(self.ended)
+        ended, copied, seconds = dict(self.ended), dict(self.copied_bytes), dict(self.seconds)
         for job_id, ranks in other.ended.items():
             ended[job_id] = ended.get(job_id, 0) + ranks
-        return Acknowledgements(ended, self.failed | other.failed)
+            copied[job_id] = copied.get(job_id, 0) + other.copied_bytes.get(job_id, 0)
+            seconds[job_id] = max(seconds.get(job_id, 0.0), other.seconds.get(job_id, 0.0))
+        return Acknowledgements(ended, self.failed | other.failed, copied, seconds)

@@ -2,76 +2,114 @@
 
 Owns the rank's copier and the futures of its jobs. Called by vLLM on the worker's main thread, in
 its order of a step: fence, loads, stores, results. Only `fence` waits. Whatever becomes of a job,
-it is acknowledged exactly once, and a request whose load failed is reported with its blocks.
+it is acknowledged exactly once, and a request whose load failed is reported.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
-from tiering.device.base import DeviceCopier
+from tiering.clock import Clock
+from tiering.device.base import BlockMap, DeviceCopier
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("tiering")
 
 
-class WorkerHalf:
-    """`copier` copies this rank's blocks."""
+@dataclass(slots=True)
+class Loaded:
+    """Requests whose loads have ended since the last look, well or badly; those of them that
+    ended badly, and the device blocks whose content must be computed instead."""
 
-    def __init__(self, copier: DeviceCopier) -> None:
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+    def fail(self, request_id: str, blocks: set[int]) -> None:
+        self.failed.add(request_id)
+        self.bad_blocks |= blocks
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A job under way: one future for each part. `ended_at`: when the last that has ended did."""
+
+    job: CopyJob
+    started_at: float
+    ended_at: float
+    futures: list[Future[None]]
+
+    @property
+    def is_over(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def error(self) -> BaseException | None:
+        """Waits for all of it."""
+        errors = [future.exception() for future in self.futures]
+        return next((error for error in errors if error is not None), None)
+
+
+class WorkerHalf:
+    """`copier` copies this rank's blocks, of `block_bytes` by group. Of the `replicas` neighbouring
+    ranks that hold the same bytes and have one share together, this is number `replica`: it
+    stores its part of them."""
+
+    def __init__(
+        self,
+        copier: DeviceCopier,
+        block_bytes: Sequence[int],
+        clock: Clock,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
         self._copier = copier
-        self._stores: dict[int, Future[None]] = {}
-        self._loads: dict[int, tuple[CopyJob, Future[None]]] = {}
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._replica = replica
+        self._replicas = replicas
+        self._stores: dict[int, _Copy] = {}
+        self._loads: dict[int, _Copy] = {}
         self._acknowledgements = Acknowledgements()
-        self._loaded: set[str] = set()
-        self._bad_blocks: set[int] = set()
+        self._loaded = Loaded()
 
     def fence(self, step: StepOrders) -> None:
         """Wait for stores whose source this step may overwrite. Copies always end."""
         for job_id in step.fence:
             store = self._stores.get(job_id)
             if store is not None:
-                store.exception()
+                store.error()
 
     def start_loads(self, step: StepOrders) -> None:
         for job in step.loads:
-            self._loads[job.job_id] = (job, self._copier.scatter(job.blocks))
+            self._loads[job.job_id] = self._start(self._copier.scatter, job)
         for request_id, blocks in step.lost.items():
-            self._loaded.add(request_id)
-            self._bad_blocks.update(blocks)
+            self._loaded.requests.add(request_id)
+            self._loaded.fail(request_id, set(blocks))
 
     def start_stores(self, step: StepOrders) -> None:
         """The step's forward has ended: what it computed is final."""
         for job in step.stores:
-            self._stores[job.job_id] = self._copier.gather(job.blocks)
+            own = replace(job, parts=tuple(filter(len, map(self._own_part, job.parts))))
+            self._stores[job.job_id] = self._start(self._copier.gather, own)
 
-    def take_loaded(self) -> set[str]:
-        """Requests whose loads have ended since the last call, well or badly."""
-        for job_id, (job, future) in list(self._loads.items()):
-            if future.done():
+    def take_loaded(self) -> Loaded:
+        for job_id, load in list(self._loads.items()):
+            if load.is_over:
                 del self._loads[job_id]
-                self._loaded.add(job.request_id)
-                if not self._acknowledge(job_id, future):
-                    self._bad_blocks.update(job.blocks.blocks.tolist())
-        loaded, self._loaded = self._loaded, set()
+                self._loaded.requests.add(load.job.request_id)
+                if not self._acknowledge(load):
+                    self._loaded.fail(load.job.request_id, load.job.blocks)
+        loaded, self._loaded = self._loaded, Loaded()
         return loaded
 
-    def take_bad_blocks(self) -> set[int]:
-        """Device blocks of the requests just returned whose content must be computed instead."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
-
     def take_acknowledgements(self) -> Acknowledgements | None:
-        for job_id, future in list(self._stores.items()):
-            if future.done():
+        for job_id, store in list(self._stores.items()):
+            if store.is_over:
                 del self._stores[job_id]
-                self._acknowledge(job_id, future)
+                self._acknowledge(store)
         if not self._acknowledgements.ended:
             return None
         told, self._acknowledgements = self._acknowledgements, Acknowledgements()
@@ -80,18 +118,29 @@ class WorkerHalf:
     def close(self) -> None:
         self._copier.close()
 
-    def _acknowledge(self, job_id: int, future: Future[None]) -> bool:
-        self._acknowledgements.ended[job_id] = 1
-        error = future.exception()
+    def _own_part(self, part: BlockMap) -> BlockMap:
+        """Every replica has all of it, so each copies a part, and nobody twice."""
+        if self._replicas == 1:
+            return part
+        mine = slice(self._replica, None, self._replicas)
+        return BlockMap(part.blocks[mine], part.slots[mine], part.positions[mine], part.group)
+
+    def _start(self, start: Callable[[BlockMap], Future[None]], job: CopyJob) -> _Copy:
+        now = self._clock.now()
+        copy = _Copy(job, now, now, [start(part) for part in job.parts])
+
+        def note_end(_: Future[None]) -> None:
+            copy.ended_at = self._clock.now()
+
+        for future in copy.futures:
+            future.add_done_callback(note_end)
+        return copy
+
+    def _acknowledge(self, copy: _Copy) -> bool:
+        error = copy.error()
+        copied = sum(len(part) * self._block_bytes[part.group] for part in copy.job.parts)
+        seconds = copy.ended_at - copy.started_at
+        self._acknowledgements.add(copy.job.job_id, copied, seconds, error is not None)
         if error is not None:
-            self._acknowledgements.failed.add(job_id)
             log.warning("%s", error)
         return error is None
-
-
-def device_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """The one kind of device that all of a worker's KV cache is on."""
-    kinds: Sequence[str] = sorted({tensor.device.type for tensor in kv_caches.values()})
-    if len(kinds) != 1:
-        raise ValueError(f"a KV cache on {kinds or 'no device'}: one device was expected")
-    return kinds[0]

@@ -3,6 +3,7 @@
  * frames.c   one frame on its way: open, checksum, bounce, what to do next, finish
  * ring.c     io_uring by its system calls, one ring for each thread
  * native.c   what Python calls: a batch, by a ring or by blocking calls
+ * keytable.c, slots.c: what the core of the engine is made of; they share nothing with the others
  */
 #ifndef KVT_NATIVE_H
 #define KVT_NATIVE_H
@@ -13,8 +14,8 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-/* native.py refuses a library of another number. */
-#define KVT_ABI 1
+/* library.py refuses another number. */
+#define KVT_ABI 2
 
 #define HEADER_BYTES 4096
 #define CHECKSUM_BYTES 16

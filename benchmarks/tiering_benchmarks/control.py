@@ -1,10 +1,11 @@
-"""What a request costs on the scheduler's thread: our core against vLLM's offloading manager.
+"""What a request costs on the scheduler's thread: our core against vLLM's offloading managers.
 
-Goals: microseconds of CPU time a chunk for each thing a scheduler asks of a cache, the worst
-single call, and the ratio to vLLM's manager in the same run, repeat by repeat. Not a goal: bytes;
-nothing is copied, and tiers answer at once. Measured as a server lives: a host tier that is full
-and evicts, keys that are new objects each time, the garbage collector on and its heap frozen after
-start. One thread; its CPU time, so that other processes on the machine disturb it little.
+Goals: microseconds of CPU time a chunk for each thing a scheduler asks of a cache, the 99th
+percentile and the worst of single calls, and the ratio to vLLM's manager in the same run, repeat by
+repeat. Not a goal: bytes; nothing is copied, and tiers answer at once. Measured as a server lives:
+a host tier that is full and evicts, keys that are new objects each time, the garbage collector on
+and its heap frozen after start. One thread; its CPU time, so that other processes on the machine
+disturb it less: they still take its caches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -23,8 +24,11 @@ from typing import Protocol
 import orjson
 
 from tiering.config import EngineConfig
+from tiering.engine import Engine
 from tiering.errors import ConfigError
+from tiering.events import NoEvents
 from tiering.keys import chunk_key
+from tiering.portal import ThreadPortal
 from tiering.residency.plan import Outcome, Step, Verdict
 from tiering.wiring import build_core
 
@@ -34,19 +38,26 @@ Calls = Iterator[None]
 MATCH_HIT = "match, all in the host tier"
 # vLLM's asks key by key and stops at the first miss; ours asks every tier for the whole batch.
 MATCH_MISS = "match, in no tier"
-PIN = "pin and unpin"
-STORE = "reserve, evicting, and fill"
+LOAD = "start a load"
+LOADED = "end a load"
+STORE = "start a store, evicting"
+STORED = "end a store"
+WRITTEN = "end its writes to a tier"
 PROMOTE = "start a promotion"
-ARRIVE = "end a promotion"
+PROMOTED = "end a promotion"
+# Of a whole step, not of a chunk.
+IDLE = "a step with nothing to do"
 # Chains that only the secondary tier holds: promoted in turn, more than the host tier keeps.
 CHAINS_PER_HOST_TIER = 2
+# Requests that are open all the time and want nothing.
+RUNNING = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """`slots` of the host tier, chunks in a `batch`, and how often each thing is done."""
 
-    slots: int = 10_000
+    slots: int = 65_536
     batch: int = 512
     repeats: int = 40
 
@@ -64,31 +75,49 @@ QUICK = Sizes(slots=256, batch=32, repeats=3)
 
 class Side(Protocol):
     """A cache as the scheduler sees it: one method for each thing that is measured. Every request
-    is begun and ended, because that is where a cache may put off its work to."""
+    is begun by what starts something and ended by what ends it, because that is where a cache may
+    put off its work to."""
 
     def match(self, request: str, keys: Sequence[bytes]) -> Calls: ...
 
-    def pin(self, request: str, keys: Sequence[bytes]) -> Calls: ...
+    def load(self, request: str, keys: Sequence[bytes]) -> Calls: ...
+
+    def loaded(self, request: str, keys: Sequence[bytes]) -> Calls: ...
 
     def store(self, request: str, keys: Sequence[bytes]) -> Calls: ...
 
+    def stored(self, request: str, keys: Sequence[bytes]) -> Calls: ...
+
+    def written(self) -> Calls:
+        """The secondary tier has taken what was stored."""
+        ...
+
     def promote(self, request: str, keys: Sequence[bytes]) -> Calls: ...
 
-    def arrive(self, request: str, keys: Sequence[bytes]) -> Calls: ...
+    def promoted(self, request: str, keys: Sequence[bytes]) -> Calls: ...
+
+    def idle(self) -> Calls: ...
 
     def learn(self, keys: Sequence[bytes]) -> None:
         """From now on the secondary tier holds `keys`. Not measured."""
 
-    def settle(self) -> None:
-        """What is under way to the secondary tier is done. Not measured."""
+    def close(self) -> None:
+        """Let go of threads."""
 
 
 class Ours:
-    """The core, with `tiers` secondary tiers that do at once what they are asked."""
+    """The core, with `tiers` secondary tiers that do at once what they are asked, and a portal
+    whose loop has nothing to do."""
 
     def __init__(self, slots: int, tiers: int) -> None:
         settings = EngineConfig(cpu_bytes_to_use=slots)
         self._core = build_core(settings, slots, tiers)
+        self._portal = ThreadPortal([], lambda slot: memoryview(b""))
+        self._portal.start()
+        self._engine = Engine(self._core, self._portal, NoEvents())
+        self._filling: Sequence[int] = ()
+        for i in range(RUNNING):
+            self._core.open(f"running {i}")
 
     def match(self, request: str, keys: Sequence[bytes]) -> Calls:
         core = self._core
@@ -104,7 +133,7 @@ class Ours:
         core.close(request)
         yield
 
-    def pin(self, request: str, keys: Sequence[bytes]) -> Calls:
+    def load(self, request: str, keys: Sequence[bytes]) -> Calls:
         core = self._core
         core.open(request)
         yield
@@ -112,21 +141,39 @@ class Ours:
         yield
         core.claim(request)
         yield
-        core.release(request)
+
+    def loaded(self, request: str, keys: Sequence[bytes]) -> Calls:
+        self._core.release(request)
         yield
-        core.close(request)
+        self._core.close(request)
+        yield
+        self._core.take_steps()
         yield
 
     def store(self, request: str, keys: Sequence[bytes]) -> Calls:
+        self._core.open(request)
+        yield
+        self._filling = self._core.reserve(request, keys, 0).slots
+        yield
+
+    def stored(self, request: str, keys: Sequence[bytes]) -> Calls:
+        self._core.filled(self._filling)
+        yield
+        self._core.close(request)
+        yield
+
+    def written(self) -> Calls:
         core = self._core
-        core.open(request)
-        yield
-        reservation = core.reserve(request, keys, 0)
-        yield
-        core.filled(reservation.slots)
-        yield
-        core.close(request)
-        yield
+        while True:
+            steps = core.take_steps()
+            yield
+            if not steps:
+                break
+            answers = _answers(steps, Verdict.STORED)
+            yield
+            core.apply(answers)
+            yield
+        core.take_events()
 
     def promote(self, request: str, keys: Sequence[bytes]) -> Calls:
         core = self._core
@@ -137,7 +184,7 @@ class Ours:
         core.hold(request, keys)
         yield
 
-    def arrive(self, request: str, keys: Sequence[bytes]) -> Calls:
+    def promoted(self, request: str, keys: Sequence[bytes]) -> Calls:
         core = self._core
         core.apply(_answers(core.take_steps(), Verdict.HIT))
         yield
@@ -147,6 +194,12 @@ class Ours:
         core.close(request)
         yield
 
+    def idle(self) -> Calls:
+        """As the connector does before and after it plans a step."""
+        self._engine.pump()
+        self._engine.pump()
+        yield
+
     def learn(self, keys: Sequence[bytes]) -> None:
         core = self._core
         core.open("scout")
@@ -154,11 +207,8 @@ class Ours:
         core.apply(_answers(core.take_steps(), Verdict.HIT))
         core.close("scout")
 
-    def settle(self) -> None:
-        core = self._core
-        while steps := core.take_steps():
-            core.apply(_answers(steps, Verdict.STORED))
-        core.take_events()
+    def close(self) -> None:
+        self._portal.close(0.0)
 
 
 def _answers(steps: Sequence[Step], verdict: Verdict) -> list[Outcome]:
@@ -179,15 +229,29 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Slowest:
+    """Of single calls, in microseconds: one in a hundred takes longer than `p99`."""
+
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, calls: Iterable[int]) -> Slowest:
+        """From nanoseconds."""
+        ordered = sorted(calls)
+        return cls(ordered[len(ordered) * 99 // 100] / 1000, ordered[-1] / 1000)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds a chunk, the worst single call in microseconds, and how many times vLLM's cost
-    ours is; None where vLLM's was not measured."""
+    """Microseconds a chunk, or of a whole step for IDLE; the slowest of single calls in
+    microseconds; and how many times vLLM's cost ours is. None where vLLM's was not measured."""
 
     name: str
     ours: Spread
-    ours_worst: float
+    ours_calls: Slowest
     theirs: Spread | None = None
-    theirs_worst: float | None = None
+    theirs_calls: Slowest | None = None
     ratio: Spread | None = None
 
 
@@ -203,15 +267,17 @@ def measure(sizes: Sizes, tiers: int, with_vllm: bool) -> list[Row]:
     if with_vllm:
         sides.append(_upstream(sizes.slots, tiers))
     runs = [_rounds(side, sizes, tiers) for side in sides]
-    for run in runs:
-        next(run)
-    # vLLM's engine freezes its heap when it has started, too.
-    gc.collect()
-    gc.freeze()
     try:
+        for run in runs:
+            next(run)
+        # vLLM's engine freezes its heap when it has started, too.
+        gc.collect()
+        gc.freeze()
         rounds = [[next(run) for run in runs] for _ in range(sizes.repeats)]
     finally:
         gc.unfreeze()
+        for side in sides:
+            side.close()
     by_side = list(zip(*rounds, strict=True))
     return [
         _row(name, [[costs[name] for costs in side] for side in by_side], sizes)
@@ -223,24 +289,32 @@ def _rounds(side: Side, sizes: Sizes, tiers: int) -> Iterator[Mapping[str, list[
     """Without end: each thing once, and the nanoseconds of each call that it took, by row."""
     chains = -(-sizes.slots // sizes.batch)
     for i in range(chains):
-        _spent(side.store(f"warm {i}", chain(f"warm {i}", sizes.batch)))
-        side.settle()
+        _spent(side.store(f"warm {i}", keys := chain(f"warm {i}", sizes.batch)))
+        _spent(side.stored(f"warm {i}", keys))
+        _spent(side.written())
     on_disk = CHAINS_PER_HOST_TIER * chains if tiers else 0
     for i in range(on_disk):
         side.learn(chain(f"disk {i}", sizes.batch))
     turn = 0
     while True:
         turn += 1
-        costs = {STORE: _spent(side.store(f"store {turn}", chain(f"{turn}", sizes.batch)))}
-        side.settle()
+        costs = {
+            STORE: _spent(side.store(f"store {turn}", chain(f"{turn}", sizes.batch))),
+            STORED: _spent(side.stored(f"store {turn}", chain(f"{turn}", sizes.batch))),
+        }
+        written = _spent(side.written())
+        if tiers:
+            costs[WRITTEN] = written
+        costs[IDLE] = _spent(side.idle())
         costs[MATCH_HIT] = _spent(side.match(f"match {turn}", chain(f"{turn}", sizes.batch)))
-        costs[PIN] = _spent(side.pin(f"pin {turn}", chain(f"{turn}", sizes.batch)))
+        costs[LOAD] = _spent(side.load(f"load {turn}", chain(f"{turn}", sizes.batch)))
+        costs[LOADED] = _spent(side.loaded(f"load {turn}", chain(f"{turn}", sizes.batch)))
         costs[MATCH_MISS] = _spent(side.match(f"miss {turn}", chain(f"no {turn}", sizes.batch)))
         if on_disk:
-            name, request = f"disk {turn % on_disk}", f"load {turn}"
+            name, request = f"disk {turn % on_disk}", f"promote {turn}"
             costs[PROMOTE] = _spent(side.promote(request, chain(name, sizes.batch)))
-            costs[ARRIVE] = _spent(side.arrive(request, chain(name, sizes.batch)))
-            side.settle()
+            costs[PROMOTED] = _spent(side.promoted(request, chain(name, sizes.batch)))
+            _spent(side.written())
         yield costs
 
 
@@ -256,13 +330,14 @@ def _spent(calls: Calls) -> list[int]:
 
 def _row(name: str, sides: Sequence[Sequence[Sequence[int]]], sizes: Sizes) -> Row:
     """From the nanoseconds of each call, by side and repeat."""
-    per_chunk = [[sum(calls) / 1000 / sizes.batch for calls in side] for side in sides]
-    worst = [max(max(calls) for calls in side) / 1000 for side in sides]
+    chunks = 1 if name == IDLE else sizes.batch
+    costs = [[sum(calls) / 1000 / chunks for calls in side] for side in sides]
+    slowest = [Slowest.of(call for calls in side for call in calls) for side in sides]
     if len(sides) == 1:
-        return Row(name, Spread.of(per_chunk[0]), worst[0])
-    ours, theirs = per_chunk
+        return Row(name, Spread.of(costs[0]), slowest[0])
+    ours, theirs = costs
     ratio = Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
-    return Row(name, Spread.of(ours), worst[0], Spread.of(theirs), worst[1], ratio)
+    return Row(name, Spread.of(ours), slowest[0], Spread.of(theirs), slowest[1], ratio)
 
 
 def _upstream(slots: int, tiers: int) -> Side:
@@ -280,13 +355,16 @@ def _upstream(slots: int, tiers: int) -> Side:
 
 def table(rows: Sequence[Row]) -> str:
     """Lines of text; a median, and its lowest and highest in brackets."""
-    lines = [f"{'us a chunk':<28} {'ours':<22} {'vLLM':<22} {'ours / vLLM':<20} worst call, us"]
+    lines = [
+        f"{'us a chunk':<28} {'ours':<22} {'vLLM':<22} {'ours / vLLM':<20} "
+        "a call, us: p99, worst / vLLM's"
+    ]
     for row in rows:
-        worst = f"{row.ours_worst:.0f}"
-        if row.theirs_worst is not None:
-            worst += f" / {row.theirs_worst:.0f}"
+        calls = f"{row.ours_calls.p99:.0f}, {row.ours_calls.worst:.0f}"
+        if row.theirs_calls is not None:
+            calls += f" / {row.theirs_calls.p99:.0f}, {row.theirs_calls.worst:.0f}"
         ours, theirs, ratio = (_shown(spread) for spread in (row.ours, row.theirs, row.ratio))
-        lines.append(f"{row.name:<28} {ours:<22} {theirs:<22} {ratio:<20} {worst}")
+        lines.append(f"{row.name:<28} {ours:<22} {theirs:<22} {ratio:<20} {calls}")
     return "\n".join(lines)
 
 
@@ -320,9 +398,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `tiering-bench scheduler` to the command line."""
+    """Add `tiering-bench control` to the command line."""
     parser = commands.add_parser(
-        "scheduler", help="CPU time a chunk on the scheduler's thread, against vLLM's own manager"
+        "control", help="CPU time a chunk on the scheduler's thread, against vLLM's own manager"
     )
     usual = Sizes()
     parser.add_argument("--slots", type=int, default=usual.slots, help="of the host tier")
