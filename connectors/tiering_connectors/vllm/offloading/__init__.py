@@ -1,0 +1,1 @@
+"""The second door: an OffloadingSpec for vLLM's own OffloadingConnector, over the same engine."""

@@ -1,0 +1,220 @@
+"""`TieredOffloadingSpec`: the engine inside vLLM's own OffloadingConnector.
+
+vLLM makes one in the scheduler and one in each worker. Workers come first: they map the host tier,
+say what they keep there, and rank 0 leaves the namespace; then the scheduler's opens the tiers and
+removes the region's name. In the front end only `build_metric_definitions` is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    Locality,
+    Medium,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+    ReqContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from tiering.clock import MonotonicClock
+from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
+from tiering.engine import Engine
+from tiering.errors import ConfigError
+from tiering.events import NoEvents
+from tiering.layout import RowLayout
+from tiering.portal import ThreadPortal
+from tiering.tiers.host import Region, region_name
+from tiering.wiring import build_core, build_host_copier, build_tiers
+from tiering_connectors.vllm.logs import log_with_vllm
+from tiering_connectors.vllm.meter import TransferMeter, host_now
+from tiering_connectors.vllm.metrics import Growth
+from tiering_connectors.vllm.offloading.copies import RankCopies
+from tiering_connectors.vllm.offloading.facts import (
+    device_type,
+    layout_digest,
+    namespace_from,
+    namespace_note,
+    pages_of,
+)
+from tiering_connectors.vllm.offloading.half import OffloadingHalf, Removals
+from tiering_connectors.vllm.offloading.ledger import Ledger
+from tiering_connectors.vllm.offloading.lookups import Lookups
+from tiering_connectors.vllm.offloading.manager import TieredOffloadingManager
+from tiering_connectors.vllm.offloading.stats import Statistics, definitions
+from tiering_connectors.vllm.offloading.worker import TieredOffloadingWorker
+
+log = logging.getLogger("tiering")
+
+WORKERS_DEADLINE_SECONDS = 300.0
+DRAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadFilter:
+    """Which secondary tiers a request's `kv_load_tiers` lets it load from."""
+
+    localities: tuple[Locality | None, ...]
+
+    def __call__(self, req_context: ReqContext) -> frozenset[int] | None:
+        allows = req_context.load_tier_filter.allows
+        tiers = [at for at, where in enumerate(self.localities) if allows(Medium.STORAGE, where)]
+        return None if len(tiers) == len(self.localities) else frozenset(tiers)
+
+
+class TieredOffloadingSpec(OffloadingSpec):
+    """See the module's docstring; for what each method must do, see vLLM's base class."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        log_with_vllm()
+        _refuse(config)
+        self._settings = parse(ConnectorConfig, dict(config.extra_config), EXTRA_CONFIG)
+        # Where all ranks hold the same bytes, as with MLA, a row has them once: vLLM lets rank 0
+        # alone store, and all of them load.
+        self.replicated_layout = config.replicated_layout
+        self._region: Region | None = None
+        self._portal: ThreadPortal | None = None
+        self._manager: TieredOffloadingManager | None = None
+        self._worker: TieredOffloadingWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._open_manager()
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = self._open_worker(kv_caches)
+        return self._worker
+
+    def _ledger(self, region: Region) -> Ledger:
+        ranks = self.config.parallel.world_size
+        return Ledger(region.rows_view(), ranks, 1 if self.replicated_layout else ranks)
+
+    def _open_manager(self) -> TieredOffloadingManager:
+        self._region = region = Region.join(
+            region_name(_token(self.config)), deadline_seconds=WORKERS_DEADLINE_SECONDS
+        )
+        digests = region.wait_announced(WORKERS_DEADLINE_SECONDS)
+        # Every worker has it mapped: from here on it lives exactly as long as they do.
+        region.unlink()
+        settings, clock, ledger = self._settings, MonotonicClock(), self._ledger(region)
+        namespace = namespace_from(ledger.note(), digests)
+        tiers = build_tiers(settings, namespace, region.geometry.row_bytes)
+        self._portal = ThreadPortal(tiers, region.row)
+        self._portal.start()
+        core = build_core(settings, ledger.slots, len(tiers))
+        log.info(
+            "TieredOffloadingSpec: %d chunks of %s tokens in host memory, then %s",
+            ledger.slots,
+            " or ".join(str(each * self.blocks_per_chunk) for each in set(self.tokens_per_block)),
+            ", ".join(tier.name for tier in tiers) or "no other tier",
+        )
+        meter, removals = TransferMeter(), Removals(NoEvents())
+        return TieredOffloadingManager(
+            OffloadingHalf(
+                Engine(core, self._portal, removals),
+                removals,
+                ledger,
+                Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
+                meter,
+                [group.group_id for group in self.config.groups],
+            ),
+            Statistics(Growth(tiers, clock, meter, partial(host_now, core)), ledger.slots),
+            _LoadFilter(tuple(map(_locality, settings.secondary_tiers))),
+            self._close,
+        )
+
+    def _open_worker(self, kv_caches: CanonicalKVCaches) -> TieredOffloadingWorker:
+        if (kind := device_type(kv_caches)) != "cpu":
+            raise ConfigError(
+                "--device",
+                kind,
+                "this version copies host tensors only",
+                "run vLLM's CPU backend",
+            )
+        parallel = self.config.parallel
+        groups = pages_of(kv_caches, self.blocks_per_chunk)
+        row = RowLayout(
+            max(group.layout.share_bytes for group in groups),
+            1 if self.replicated_layout else parallel.world_size,
+        )
+        self._region = region = Region.open(
+            region_name(_token(self.config)),
+            row,
+            self._settings.cpu_bytes_to_use,
+            deadline_seconds=WORKERS_DEADLINE_SECONDS,
+            ranks=parallel.world_size,
+        )
+        ledger = self._ledger(region)
+        share = region.share(0 if self.replicated_layout else parallel.rank)
+        if parallel.rank == 0:
+            ledger.leave_note(namespace_note(self.config, row.share_bytes))
+        copies = RankCopies(
+            build_host_copier(groups, share),
+            ledger,
+            parallel.rank,
+            share,
+            [sum(group.layout.page_bytes) for group in groups],
+            self.blocks_per_chunk,
+            MonotonicClock(),
+        )
+        region.announce(parallel.rank, layout_digest(kv_caches, self.config))
+        return TieredOffloadingWorker(copies, region.close)
+
+    def _close(self) -> None:
+        """As far as vLLM gives time for it; nothing depends on its being called."""
+        is_idle = self._portal is None or self._portal.close(DRAIN_SECONDS)
+        if self._region is not None and is_idle:
+            self._region.close()
+
+
+def _refuse(config: OffloadingConfig) -> None:
+    """ConfigError for what this version does not serve."""
+    parallel = config.parallel
+    for flag, value in (
+        ("--pipeline-parallel-size", parallel.pp_size),
+        ("--prefill-context-parallel-size", parallel.pcp_size),
+        ("--decode-context-parallel-size", parallel.dcp_size),
+    ):
+        if value > 1:
+            raise ConfigError(
+                flag, value, "this version of TieredOffloadingSpec does not serve it", "write 1"
+            )
+
+
+def _token(config: OffloadingConfig) -> str:
+    """Names this engine's region. TieredConnector, or another OffloadingConnector, may be beside
+    it under vLLM's MultiConnector, in an engine of the same id."""
+    given = orjson.dumps(_plain(config.extra_config), option=orjson.OPT_SORT_KEYS)
+    return f"{config.engine_id} offloading {hashlib.sha256(given).hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as orjson takes it, whatever a caller of vLLM's Python API has put there."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _locality(tier: Any) -> Locality | None:
+    return None if tier.locality is None else Locality(tier.locality)
