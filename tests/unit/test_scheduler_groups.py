@@ -16,15 +16,13 @@ from mini_groups import SETS, wanted_blocks
 from mini_scenes import (
     NOTHING_COPIED_YET,
     STATES,
-    held,
     load_begins,
     step_until,
-    steps_of,
     stored_before,
 )
 from mini_vllm import DEADLINE_SECONDS, MiniVllm
 from tiering.keys import chunk_key
-from tiering.residency.plan import Contains, Promote
+from tiering.residency.plan import Promote
 from tiering_connectors.vllm.params import TierKind
 
 SEVERAL = [name for name, groups in SETS.items() if len(groups) > 1]
@@ -414,14 +412,3 @@ def test_a_failed_store_of_one_group_is_not_found() -> None:
     vllm.run()
     assert len(vllm.core.index) == 0
     assert not vllm.portal.stored[0]
-
-
-def test_a_hold_waits_for_blocks_without_being_asked_again() -> None:
-    vllm = stored_before(40, groups=SETS["all kinds"], slots=64, device_blocks=64)
-    vllm.add("again", range(40))
-    held(vllm)
-    questions = len([s for s in vllm.portal.submitted if isinstance(s, Contains)])
-    vllm.run()
-    assert vllm.loaded_tokens["again"] == 36
-    assert len([s for s in vllm.portal.submitted if isinstance(s, Contains)]) >= questions
-    assert not steps_of(vllm, Promote)

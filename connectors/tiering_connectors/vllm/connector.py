@@ -36,6 +36,7 @@ from tiering_connectors.vllm.geometry import (
     geometry_of,
     layout_digest,
 )
+from tiering_connectors.vllm.groups import Kind
 from tiering_connectors.vllm.hashing import hash_warning
 from tiering_connectors.vllm.identity import namespace_of
 from tiering_connectors.vllm.logs import log_with_vllm
@@ -85,6 +86,13 @@ class TieredConnector(KVConnectorBase_V1):
             ConnectorConfig, self._kv_transfer_config.kv_connector_extra_config, EXTRA_CONFIG
         )
         self._geometry = geometry_of(vllm_config, kv_cache_config, self._config)
+        if not self._names_blocks and not tells_failed_loads():
+            raise ConfigError(
+                "vllm",
+                vllm.__version__,
+                "can only go on after a failed load of a model with full attention in every layer",
+                "use vLLM 0.31 or newer",
+            )
         self._bad_blocks: set[int] = set()
         self._region: Region | None = None
         self._portal: ThreadPortal | None = None
@@ -308,15 +316,20 @@ class TieredConnector(KVConnectorBase_V1):
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         loaded = self._take_loaded()
-        # Of one group vLLM computes again from the first bad block, of several everything.
-        failed = loaded.failed if len(self._geometry.groups) > 1 else set()
+        failed = set() if self._names_blocks else loaded.failed
         return KVConnectorTransferResults(finished_recving=loaded.requests, failed_recving=failed)
 
     def _take_loaded(self) -> Loaded:
         loaded = self._working().take_loaded()
-        if len(self._geometry.groups) == 1:
+        if self._names_blocks:
             self._bad_blocks |= loaded.bad_blocks
         return loaded
+
+    @property
+    def _names_blocks(self) -> bool:
+        """Whether a failed load is told by its blocks, so that vLLM computes from the first bad
+        one: that is enough where one group has all history. Else it computes everything."""
+        return [group.kind for group in self._geometry.groups] == [Kind.FULL]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
