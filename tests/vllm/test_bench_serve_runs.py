@@ -41,12 +41,8 @@ def test_both_connectors_bring_prefixes_back(tiny_model: Path, tmp_path: Path) -
     assert left_in_shared_memory() == []
 
 
-@pytest.mark.parametrize(
-    ("workload", "side"), [("trace", "vllm-small-fs"), ("tax", "tiered-small-fs")]
-)
-def test_a_trace_is_asked_to_its_end(
-    workload: str, side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_is_asked_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload, side = "trace", "tiered-small-fs"
     figures = tmp_path / "figures.json"
     flags = ["--workload", workload, "--sides", side, "--interval", "0.1", "--requests", "6"]
     flags += ["--model", "tiny", "--repeats", "1", "--json", str(figures), "--dir", str(tmp_path)]
