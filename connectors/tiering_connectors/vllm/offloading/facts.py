@@ -46,12 +46,10 @@ def device_type(kv_caches: CanonicalKVCaches) -> str:
 
 
 def layout_digest(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> bytes:
-    """32 bytes over how this rank's pages lie in memory."""
-    base = min(each.tensor.data_ptr() for each in kv_caches.tensors)
+    """32 bytes over how a block's bytes lie in this rank's pages, however many blocks it has."""
     told = [str(config.kv_cache_layout), repr(config.groups)]
     for each in kv_caches.tensors:
-        at = each.tensor.data_ptr() - base
-        told.append(f"{at} {each.tensor.shape[1:]} {each.tensor.stride()} {each.tensor.dtype}")
+        told.append(f"{each.tensor.shape[1:]} {each.tensor.stride()} {each.tensor.dtype}")
     for refs in kv_caches.group_data_refs:
         told.append(" ".join(f"{ref.tensor_idx}:{ref.page_size_bytes}" for ref in refs))
     return hashlib.sha256("\n".join(told).encode()).digest()
