@@ -134,8 +134,8 @@ FAMILIES = (GEMMA2, GEMMA3, QWEN3NEXT, CHUNKED)
 
 class World:
     """`engine` and `restarted` start what they name, once, and end the other; a context manager.
-    With chunks of `SMALL_FACTOR` blocks the restarted one is small: a host tier of `SMALL_ROWS`
-    chunks, and a device that a few requests fill."""
+    The restarted one is small: a host tier of `SMALL_ROWS` chunks, and a device that a few
+    requests fill."""
 
     def __init__(self, family: Family, factor: int, model: Path, folder: Path) -> None:
         self.family = family
@@ -152,8 +152,6 @@ class World:
 
     @property
     def restarted(self) -> EngineProcess:
-        if self.factor != SMALL_FACTOR:
-            return self._run("restarted", ROOMY_BYTES, {})
         row_bytes = self.family.block_bytes * self.factor
         return self._run(
             "restarted",
