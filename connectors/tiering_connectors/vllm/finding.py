@@ -23,7 +23,7 @@ from tiering_connectors.vllm.spans import (
     Sight,
     boundary,
 )
-from tiering_connectors.vllm.tracked import Load, Tracked, floor_to, interleaved
+from tiering_connectors.vllm.tracked import END, Load, Tracked, floor_to, interleaved
 
 
 class Finder:
@@ -162,7 +162,9 @@ class Finder:
                 host_end = min(host_end, (chunks.start + behind) * sight.group.tokens_per_chunk)
         order = interleaved(self._geometry.groups, own)
         keys = [tracked.keys[at][chunk] for at, chunk in order]
-        return Load(tracked.local, best, order, keys, ready, max(tracked.local, host_end))
+        # What was promoted for a load that then lost a chunk is in the host tier by now.
+        host_end = max(tracked.local, min(host_end, tracked.promoted_from))
+        return Load(tracked.local, best, order, keys, ready, host_end)
 
     def _count(self, tracked: Tracked, sights: Sequence[Sight], load: Load | None) -> None:
         """What the request asked for: what it takes to go on as far as it can, and of groups that
@@ -184,6 +186,7 @@ class Finder:
         if not core.hold(owner, load.keys):
             tracked.deferred_at = core.changes
             return None
+        tracked.promoted_from = load.host_end
         return load.tokens if core.held(owner) == len(load.keys) else None
 
     def claim(self, tracked: Tracked, end: int) -> dict[tuple[int, int], int] | None:
@@ -198,6 +201,7 @@ class Finder:
             core.release(owner)
             return None
         core.used(owner, self._history(tracked, load))
+        tracked.promoted_from = END
         return dict(zip(load.chunks, core.claim(owner), strict=True))
 
     def _history(self, tracked: Tracked, load: Load) -> list[bytes]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+END = 1 << 62
+"""Behind every token."""
+
+
 class KeyMaker:
     """Keys of chunks from vLLM's block hashes: the hash of a chunk's last block, and the group.
 
@@ -88,8 +92,9 @@ class Stores:
 @dataclass(slots=True)
 class Tracked:
     """`keys` by group. `branch`: the boundary up to which others have the same tokens. `asked_at`:
-    when vLLM was first told to ask again, 0 if it has its answer. `is_stale`: its blocks are from
-    before a reset."""
+    when vLLM was first told to ask again, 0 if it has its answer. `has_lost`: something that it
+    waited for did not come, and `is_late` that its time was over then. `promoted_from`: where that
+    begins which was promoted for it. `is_stale`: its blocks are from before a reset."""
 
     request: Request
     limits: RequestLimits
@@ -101,6 +106,7 @@ class Tracked:
     load: Load | None = None
     rounds: int = 0
     has_lost: bool = False
+    promoted_from: int = END
     is_late: bool = False
     deferred_at: int = -1
     # Of the storer.
