@@ -22,6 +22,10 @@ class ConfigError(TieringError):
         self.reason = reason
         self.remedy = remedy
 
+    def under(self, where: str) -> ConfigError:
+        """The same of a key that the user finds under `where`."""
+        return ConfigError(f"{where}.{self.path}", self.value, self.reason, self.remedy)
+
 
 class RegionError(TieringError):
     """The host tier's shared memory could not be had or attached."""

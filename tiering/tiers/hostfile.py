@@ -61,7 +61,7 @@ class Geometry:
             raise ConfigError(
                 "cpu_bytes_to_use",
                 capacity_bytes,
-                f"one chunk of all {ranks} ranks together takes {need} bytes",
+                f"is less than one chunk of all {ranks} ranks together, {need} bytes",
                 f"write {need} or more, or make chunks smaller with blocks_per_chunk",
             )
         return cls(layout.row_bytes, rows, layout.ranks, layout.share_bytes, ranks)

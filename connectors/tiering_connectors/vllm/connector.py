@@ -177,13 +177,17 @@ class TieredConnector(KVConnectorBase_V1):
             )
         rank = self._vllm_config.parallel_config.rank
         self._geometry = geometry = self._agreed_geometry()
-        self._region = region = Region.open(
-            self._region_name,
-            geometry.row,
-            self._config.cpu_bytes_to_use,
-            deadline_seconds=WORKERS_DEADLINE_SECONDS,
-            ranks=geometry.world,
-        )
+        try:
+            region = Region.open(
+                self._region_name,
+                geometry.row,
+                self._config.cpu_bytes_to_use,
+                deadline_seconds=WORKERS_DEADLINE_SECONDS,
+                ranks=geometry.world,
+            )
+        except ConfigError as error:
+            raise error.under(EXTRA_CONFIG) from None
+        self._region = region
         share = region.share(geometry.share_of(rank))
         self._worker = WorkerHalf(
             build_host_copier(geometry.pages(kv_caches), share),

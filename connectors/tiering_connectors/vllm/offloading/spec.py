@@ -156,13 +156,17 @@ class TieredOffloadingSpec(OffloadingSpec):
             max(group.layout.share_bytes for group in groups),
             1 if self.replicated_layout else parallel.world_size,
         )
-        self._region = region = Region.open(
-            region_name(_token(self.config)),
-            row,
-            self._settings.cpu_bytes_to_use,
-            deadline_seconds=WORKERS_DEADLINE_SECONDS,
-            ranks=parallel.world_size,
-        )
+        try:
+            region = Region.open(
+                region_name(_token(self.config)),
+                row,
+                self._settings.cpu_bytes_to_use,
+                deadline_seconds=WORKERS_DEADLINE_SECONDS,
+                ranks=parallel.world_size,
+            )
+        except ConfigError as error:
+            raise error.under(EXTRA_CONFIG) from None
+        self._region = region
         ledger = self._ledger(region)
         share = region.share(0 if self.replicated_layout else parallel.rank)
         if parallel.rank == 0:
