@@ -1,8 +1,7 @@
 """`TieredConnector`: vLLM's door to the engine, one instance in the scheduler, one in each worker.
 
-Owns the wiring of its half and the order in which halves start: workers map the host tier and
-say what they keep there, then the scheduler takes the namespace from that, opens the tiers and
-removes the region's name. Every hook hands over to a half; what is decided is decided there.
+Owns the wiring of its half; `opening` has the order in which halves start. Every hook hands over to
+a half; what is decided is decided there.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,8 +25,8 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.events import NoEvents
 from tiering.portal import ThreadPortal
-from tiering.tiers.host import Region, region_name
-from tiering.wiring import build_core, build_host_copier, build_tiers
+from tiering.tiers.host import Region
+from tiering.wiring import build_host_copier
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -37,11 +35,18 @@ from tiering_connectors.vllm.geometry import (
     layout_digest,
 )
 from tiering_connectors.vllm.groups import Kind
-from tiering_connectors.vllm.hashing import hash_warning
 from tiering_connectors.vllm.identity import namespace_of
 from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.metadata import StepMetadata, WorkerMetadata
 from tiering_connectors.vllm.metrics import Growth, TieringPromMetrics, TieringStats
+from tiering_connectors.vllm.opening import (
+    Opened,
+    close,
+    join_region,
+    name_of_region,
+    open_region,
+    require_host_tensors,
+)
 from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.params import kinds_of
 from tiering_connectors.vllm.plugin import register
@@ -69,9 +74,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("tiering")
-
-WORKERS_DEADLINE_SECONDS = 300.0
-DRAIN_SECONDS = 2.0
 
 
 class TieredConnector(KVConnectorBase_V1):
@@ -111,13 +113,8 @@ class TieredConnector(KVConnectorBase_V1):
 
     @property
     def _region_name(self) -> str:
-        """Of this engine, and of this connector among several of an engine's."""
-        own = orjson.dumps(
-            self._kv_transfer_config.kv_connector_extra_config,
-            option=orjson.OPT_SORT_KEYS,
-            default=repr,
-        )
-        return region_name(f"{self._kv_transfer_config.engine_id} {own.decode()}")
+        given = self._kv_transfer_config
+        return name_of_region(given.engine_id, "connector", given.kv_connector_extra_config)
 
     def _start_scheduler(self) -> None:
         warn_untested(vllm.__version__)
@@ -129,33 +126,21 @@ class TieredConnector(KVConnectorBase_V1):
                 "(Under a MultiConnector set it beside that one's name.)"
             )
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self._region = region = Region.join(
-            self._region_name, deadline_seconds=WORKERS_DEADLINE_SECONDS
-        )
-        digests = region.wait_announced(WORKERS_DEADLINE_SECONDS)
-        # Every worker has it mapped: from here on it lives exactly as long as they do.
-        region.unlink()
+        region, digests = join_region(self._region_name)
+        self._region = region
         # Of all ranks, of which this process has seen the first only.
         self._geometry = replace(self._geometry, share_bytes=region.geometry.share_bytes)
         namespace = namespace_of(self._vllm_config, self._geometry, digests)
-        tiers = build_tiers(self._config, namespace, self._geometry.row.row_bytes)
-        warning = hash_warning(
-            namespace.hash_algorithm, namespace.hash_seed, [tier.name for tier in tiers]
-        )
-        if warning is not None:
-            log.warning("%s", warning)
-        self._portal = ThreadPortal(tiers, region.row)
-        self._portal.start()
-        core = build_core(self._config, region.geometry.rows, len(tiers))
-        engine = Engine(core, self._portal, NoEvents())
+        opened = Opened.over(region, region.geometry.rows, namespace, self._config)
+        self._portal = opened.portal
         self._scheduler = half = SchedulerHalf(
-            engine,
+            Engine(opened.core, opened.portal, NoEvents()),
             self._geometry,
             self._config.offload_prompt_only,
             MonotonicClock(),
             kinds_of(self._config),
         )
-        self._growth = Growth(tiers, MonotonicClock(), half.meter, half.host_now)
+        self._growth = Growth(opened.tiers, MonotonicClock(), half.meter, half.host_now)
         log.info(
             "TieredConnector: %d chunks in host memory (%s), then %s",
             region.geometry.rows,
@@ -163,31 +148,16 @@ class TieredConnector(KVConnectorBase_V1):
                 f"group {group.index}: {group.kind.value}, {group.tokens_per_chunk} tokens a chunk"
                 for group in self._geometry.groups
             ),
-            ", ".join(tier.name for tier in tiers) or "no other tier",
+            opened.describe_tiers(),
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        kind = device_type(kv_caches)
-        if kind != "cpu":
-            raise ConfigError(
-                "--device",
-                kind,
-                "this version copies host tensors only",
-                "run vLLM's CPU backend",
-            )
+        require_host_tensors(device_type(kv_caches))
         rank = self._vllm_config.parallel_config.rank
         self._geometry = geometry = self._agreed_geometry()
-        try:
-            region = Region.open(
-                self._region_name,
-                geometry.row,
-                self._config.cpu_bytes_to_use,
-                deadline_seconds=WORKERS_DEADLINE_SECONDS,
-                ranks=geometry.world,
-            )
-        except ConfigError as error:
-            raise error.under(EXTRA_CONFIG) from None
-        self._region = region
+        self._region = region = open_region(
+            self._region_name, geometry.row, self._config, geometry.world
+        )
         share = region.share(geometry.share_of(rank))
         self._worker = WorkerHalf(
             build_host_copier(geometry.pages(kv_caches), share),
@@ -211,12 +181,9 @@ class TieredConnector(KVConnectorBase_V1):
         return replace(self._geometry, share_bytes=max(sizes))
 
     def shutdown(self) -> None:
-        """As far as vLLM gives time for it; nothing depends on its being called."""
         if self._worker is not None:
             self._worker.close()
-        is_idle = self._portal is None or self._portal.close(DRAIN_SECONDS)
-        if self._region is not None and is_idle:
-            self._region.close()
+        close(self._portal, self._region)
 
     # Scheduler half
 

@@ -40,11 +40,6 @@ def pages_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[HostPa
     return groups
 
 
-def device_type(kv_caches: CanonicalKVCaches) -> str:
-    """The kinds of device that the KV cache is on: one, as far as is known."""
-    return ", ".join(sorted({each.tensor.device.type for each in kv_caches.tensors}))
-
-
 def layout_digest(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> bytes:
     """32 bytes over how a block's bytes lie in this rank's pages, however many blocks it has."""
     told = [str(config.kv_cache_layout), repr(config.groups)]

@@ -7,14 +7,11 @@ removes the region's name. In the front end only `build_metric_definitions` is c
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import orjson
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     Locality,
@@ -34,14 +31,14 @@ from tiering.errors import ConfigError
 from tiering.events import NoEvents
 from tiering.layout import RowLayout
 from tiering.portal import ThreadPortal
-from tiering.tiers.host import Region, region_name
-from tiering.wiring import build_core, build_host_copier, build_tiers
+from tiering.tiers.host import Region
+from tiering.wiring import build_host_copier
+from tiering_connectors.vllm.geometry import device_type
 from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.meter import TransferMeter, host_now
 from tiering_connectors.vllm.metrics import Growth
 from tiering_connectors.vllm.offloading.copies import RankCopies
 from tiering_connectors.vllm.offloading.facts import (
-    device_type,
     layout_digest,
     namespace_from,
     namespace_note,
@@ -53,11 +50,16 @@ from tiering_connectors.vllm.offloading.lookups import Lookups
 from tiering_connectors.vllm.offloading.manager import TieredOffloadingManager
 from tiering_connectors.vllm.offloading.stats import Statistics, definitions
 from tiering_connectors.vllm.offloading.worker import TieredOffloadingWorker
+from tiering_connectors.vllm.opening import (
+    Opened,
+    close,
+    join_region,
+    name_of_region,
+    open_region,
+    require_host_tensors,
+)
 
 log = logging.getLogger("tiering")
-
-WORKERS_DEADLINE_SECONDS = 300.0
-DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,28 +111,22 @@ class TieredOffloadingSpec(OffloadingSpec):
         return Ledger(region.rows_view(), ranks, 1 if self.replicated_layout else ranks)
 
     def _open_manager(self) -> TieredOffloadingManager:
-        self._region = region = Region.join(
-            region_name(_token(self.config)), deadline_seconds=WORKERS_DEADLINE_SECONDS
-        )
-        digests = region.wait_announced(WORKERS_DEADLINE_SECONDS)
-        # Every worker has it mapped: from here on it lives exactly as long as they do.
-        region.unlink()
+        region, digests = join_region(self._region_name)
+        self._region = region
         settings, clock, ledger = self._settings, MonotonicClock(), self._ledger(region)
         namespace = namespace_from(ledger.note(), digests)
-        tiers = build_tiers(settings, namespace, region.geometry.row_bytes)
-        self._portal = ThreadPortal(tiers, region.row)
-        self._portal.start()
-        core = build_core(settings, ledger.slots, len(tiers))
+        opened = Opened.over(region, ledger.slots, namespace, settings)
+        self._portal, core, tiers = opened.portal, opened.core, opened.tiers
         log.info(
             "TieredOffloadingSpec: %d chunks of %s tokens in host memory, then %s",
             ledger.slots,
             " or ".join(str(each * self.blocks_per_chunk) for each in set(self.tokens_per_block)),
-            ", ".join(tier.name for tier in tiers) or "no other tier",
+            opened.describe_tiers(),
         )
         meter, removals = TransferMeter(), Removals(NoEvents())
         return TieredOffloadingManager(
             OffloadingHalf(
-                Engine(core, self._portal, removals),
+                Engine(core, opened.portal, removals),
                 removals,
                 ledger,
                 Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
@@ -143,30 +139,17 @@ class TieredOffloadingSpec(OffloadingSpec):
         )
 
     def _open_worker(self, kv_caches: CanonicalKVCaches) -> TieredOffloadingWorker:
-        if (kind := device_type(kv_caches)) != "cpu":
-            raise ConfigError(
-                "--device",
-                kind,
-                "this version copies host tensors only",
-                "run vLLM's CPU backend",
-            )
+        tensors = {str(at): each.tensor for at, each in enumerate(kv_caches.tensors)}
+        require_host_tensors(device_type(tensors))
         parallel = self.config.parallel
         groups = pages_of(kv_caches, self.blocks_per_chunk)
         row = RowLayout(
             max(group.layout.share_bytes for group in groups),
             1 if self.replicated_layout else parallel.world_size,
         )
-        try:
-            region = Region.open(
-                region_name(_token(self.config)),
-                row,
-                self._settings.cpu_bytes_to_use,
-                deadline_seconds=WORKERS_DEADLINE_SECONDS,
-                ranks=parallel.world_size,
-            )
-        except ConfigError as error:
-            raise error.under(EXTRA_CONFIG) from None
-        self._region = region
+        self._region = region = open_region(
+            self._region_name, row, self._settings, parallel.world_size
+        )
         ledger = self._ledger(region)
         share = region.share(0 if self.replicated_layout else parallel.rank)
         if parallel.rank == 0:
@@ -183,11 +166,12 @@ class TieredOffloadingSpec(OffloadingSpec):
         region.announce(parallel.rank, layout_digest(kv_caches, self.config))
         return TieredOffloadingWorker(copies, region.close)
 
+    @property
+    def _region_name(self) -> str:
+        return name_of_region(self.config.engine_id, "offloading", self.config.extra_config)
+
     def _close(self) -> None:
-        """As far as vLLM gives time for it; nothing depends on its being called."""
-        is_idle = self._portal is None or self._portal.close(DRAIN_SECONDS)
-        if self._region is not None and is_idle:
-            self._region.close()
+        close(self._portal, self._region)
 
 
 def _refuse(config: OffloadingConfig) -> None:
@@ -202,22 +186,6 @@ def _refuse(config: OffloadingConfig) -> None:
             raise ConfigError(
                 flag, value, "this version of TieredOffloadingSpec does not serve it", "write 1"
             )
-
-
-def _token(config: OffloadingConfig) -> str:
-    """Names this engine's region. TieredConnector, or another OffloadingConnector, may be beside
-    it under vLLM's MultiConnector, in an engine of the same id."""
-    given = orjson.dumps(_plain(config.extra_config), option=orjson.OPT_SORT_KEYS)
-    return f"{config.engine_id} offloading {hashlib.sha256(given).hexdigest()}"
-
-
-def _plain(value: Any) -> Any:
-    """`value` as orjson takes it, whatever a caller of vLLM's Python API has put there."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _locality(tier: Any) -> Locality | None:
