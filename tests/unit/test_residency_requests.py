@@ -89,7 +89,7 @@ def test_a_request_may_be_forbidden_all_tiers_but_the_host() -> None:
     rig.store("w", keys[:1])
     rig.on_disk_only(keys)
     rig.core.open("o")
-    rig.core.forbid("o")
+    rig.core.restrict("o", frozenset())
     assert list(rig.core.places(keys, "o")) == [READY, ABSENT, ABSENT]
     rig.core.ask("o", keys)
     assert rig.steps(Contains) == []

@@ -21,31 +21,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from tiering.config import EngineConfig
-from tiering.namespace import Namespace
+from tiering.testing.examples import example_namespace
 from tiering.tiers.base import Read, Write
 from tiering.tiers.disk.paths import FsPaths
 from tiering.wiring import build_tiers
 
-NAMESPACE = Namespace(
-    model="test-model",
-    revision="",
-    kv_dtype="float32",
-    layout="as vLLM's tests have it",
-    backend="cpu",
-    platform="test",
-    isa="",
-    engine="test",
-    tokens_per_block=16,
-    blocks_per_chunk=1,
-    groups=("test",),
-    tp_size=1,
-    pp_size=1,
-    pcp_size=1,
-    dcp_size=1,
-    share_bytes=1,
-    ranks=1,
-    hash_algorithm="sha256",
-)
 SECONDS = 60.0
 
 
@@ -65,14 +45,14 @@ class FsManager(SecondaryTierManager):
         self._rows = rows.reshape(len(rows), -1).view(np.uint8)
         entry = {"type": "fs", **{key: value for key, value in keys.items() if value is not None}}
         config = EngineConfig(cpu_bytes_to_use=1, secondary_tiers=[entry])  # type: ignore[arg-type]
-        (self._tier,) = build_tiers(config, NAMESPACE, self._rows.shape[1])
+        (self._tier,) = build_tiers(config, example_namespace(), self._rows.shape[1])
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._run(self._tier.open()).result(SECONDS)
         # By request, as vLLM's own tier keeps what it was told.
         self._asked: dict[tuple[str, bytes], None] = {}
         self._verdicts: dict[tuple[str, bytes], LookupResult] = {}
-        paths = FsPaths(Path(keys["root_dir"]), NAMESPACE.directory, 0)
+        paths = FsPaths(Path(keys["root_dir"]), example_namespace().directory, 0)
         self.file_mapper = SimpleNamespace(get_file_name=paths.chunk)
         # Where vLLM's tests look to know that a lookup has been answered.
         self._lookup_manager = SimpleNamespace(

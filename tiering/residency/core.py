@@ -118,12 +118,8 @@ class Residency:
         self.index.touch(keys, self.index.lookup(keys), request.access)
 
     def restrict(self, owner: str, tiers: frozenset[int]) -> None:
-        """From now on the request may have chunks from these secondary tiers only."""
+        """From now on the request may have chunks from these secondary tiers only, or from none."""
         self._holds[owner].tiers = tiers
-
-    def forbid(self, owner: str) -> None:
-        """From now on the request may have chunks from the host tier only."""
-        self.restrict(owner, frozenset())
 
     # Loads
 

@@ -33,6 +33,7 @@ class Finder:
         self._engine = engine
         self._core = engine.core
         self._geometry = geometry
+        self._align = geometry.align
         self._full = [i for i, g in enumerate(geometry.groups) if g.kind is Kind.FULL]
 
     def find(self, tracked: Tracked, local: int) -> int | None:
@@ -59,7 +60,7 @@ class Finder:
         return found
 
     def _search(self, tracked: Tracked, local: int) -> int | None:
-        core, owner, align = self._core, tracked.owner, self._geometry.align
+        core, owner, align = self._core, tracked.owner, self._align
         # At least one token is always computed: its logits are what the request is for.
         limit = tracked.request.num_tokens - 1
         if tracked.limits.max_load_tokens is not None:
@@ -132,12 +133,11 @@ class Finder:
     def _note_branch(self, tracked: Tracked, sights: Sequence[Sight]) -> None:
         """Where the whole history that others share ends. If that is not where the request can go
         on, because the windows at that place were not kept, it will keep them."""
-        align = self._geometry.align
         full = [sights[i] for i in self._full]
         if full and len(full) < len(sights):
             last = max(sight.first + len(sight.places) for sight in full)
             most = last * max(sight.group.tokens_per_chunk for sight in full)
-            reach = boundary(full, tracked.local, most, align, OBTAINABLE)
+            reach = boundary(full, tracked.local, most, self._align, OBTAINABLE)
             tracked.branch = reach if reach > tracked.local else 0
 
     def _room(self, tracked: Tracked, load: Load) -> int:

@@ -7,9 +7,15 @@ it, once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tiering.device.base import BlockMap
+
+
+def blocks_of(parts: Iterable[BlockMap]) -> set[int]:
+    """The device blocks of all `parts`."""
+    return {block for part in parts for block in part.blocks.tolist()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class CopyJob:
     @property
     def blocks(self) -> set[int]:
         """The device blocks that it reads or writes."""
-        return {block for part in self.parts for block in part.blocks.tolist()}
+        return blocks_of(self.parts)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.jobs import JobBook
 from tiering_connectors.vllm.meter import TransferMeter
-from tiering_connectors.vllm.orders import CopyJob
+from tiering_connectors.vllm.orders import CopyJob, blocks_of
 from tiering_connectors.vllm.tracked import Tracked, floor_to
 
 NULL_BLOCK = 0
@@ -76,7 +76,7 @@ class Storer:
             self._core.unfilled(gone)
         if not slots:
             return None
-        job = self._jobs.add_store(slots, {b for part in parts for b in part.blocks.tolist()})
+        job = self._jobs.add_store(slots, blocks_of(parts))
         return CopyJob(job.job_id, parts)
 
     def is_over(self, tracked: Tracked) -> bool:
