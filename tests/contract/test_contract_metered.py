@@ -23,6 +23,7 @@ def buffers(count: int = len(KEYS)) -> list[memoryview]:
     return [memoryview(bytearray([i]) * CHUNK) for i in range(count)]
 
 
+@pytest.mark.slow
 class TestMeteredMemoryTier(_MemoryContract):
     def make_tier(self, where: Path) -> Tier:
         return MeteredTier(super().make_tier(where), CHUNK, ManualClock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from test_contract_memory import TestMemoryTier as _MemoryContract
 
 from tiering.clock import MonotonicClock
@@ -11,6 +12,7 @@ from tiering.tiers.base import Tier
 from tiering.tiers.wrappers.pressure import PressureLimits, PressureTier
 
 
+@pytest.mark.slow
 class TestPressedMemoryTier(_MemoryContract):
     def make_tier(self, where: Path) -> Tier:
         limits = PressureLimits(high_seconds=1e9, low_seconds=1e8)

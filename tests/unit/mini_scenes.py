@@ -83,3 +83,31 @@ STATES: list[Callable[[MiniVllm], None]] = [
     *(copying, copied_but_not_told, arrived),
 ]
 NOTHING_COPIED_YET = (asking, promoting, held)
+
+
+def abort_in(vllm: MiniVllm, reach_state: Callable[[MiniVllm], None]) -> None:
+    """A request is aborted in that state, and nothing leaks."""
+    request = vllm.add("again", range(40))
+    reach_state(vllm)
+    vllm.abort(request)
+    vllm.check()
+    # Another request takes the blocks while the aborted one's transfers are still under way.
+    vllm.add("other", range(500, 540))
+    vllm.step()
+    vllm.run()
+    assert [r.request_id for r in vllm.finished] == ["other"]
+
+
+def reset_in(vllm: MiniVllm, reach_state: Callable[[MiniVllm], None]) -> None:
+    """The cache is reset in that state, and nothing old is found."""
+    vllm.add("again", range(40))
+    reach_state(vllm)
+    before = vllm.loaded_tokens["again"]
+    vllm.reset()
+    vllm.run()
+    assert vllm.loaded_tokens["again"] == before
+    vllm.forget_device()
+    vllm.add("new", range(40))
+    vllm.run()
+    # What "again" stored under the new names: nothing, if it held what was loaded before.
+    assert vllm.loaded_tokens["new"] == (36 if reach_state in NOTHING_COPIED_YET else 0)

@@ -14,9 +14,10 @@ from gated import SCATTER
 from mini_blocks import Request
 from mini_groups import SETS, wanted_blocks
 from mini_scenes import (
-    NOTHING_COPIED_YET,
     STATES,
+    abort_in,
     load_begins,
+    reset_in,
     step_until,
     stored_before,
 )
@@ -27,6 +28,12 @@ from tiering_connectors.vllm.params import TierKind
 
 SEVERAL = [name for name, groups in SETS.items() if len(groups) > 1]
 OTHERS = range(1000, 1200)
+QUICK = {"window", "all kinds", "draft of windows", "window alone", "state alone", "full"}
+
+
+def sets(*names: str) -> list[Any]:
+    """As parameters; but for QUICK ones they show the same again."""
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def key_of(vllm: MiniVllm, request: Request, at: int, chunk: int) -> bytes:
@@ -108,7 +115,7 @@ def test_it_goes_on_where_no_other_boundary_is_further(
     assert len(vllm.finished) == 2
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", sets(*SEVERAL))
 def test_the_same_prompt_a_longer_one_and_the_whole_conversation(name: str) -> None:
     vllm = after(name, range(40))
     align = vllm.geometry.align
@@ -167,7 +174,7 @@ def test_a_state_in_the_middle_of_a_step_with_drafts_is_not_stored() -> None:
     assert [(part.group, part.blocks.tolist()) for part in store.parts] == [(0, [1, 2])]
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", sets(*SEVERAL))
 def test_no_room_is_made_for_what_the_device_has_forgotten(name: str) -> None:
     vllm = after(name, range(60), token_budget=64)
     # So that all that was not loaded would be stored again.
@@ -206,7 +213,7 @@ def test_a_lost_chunk_of_one_group_gives_the_next_smaller_boundary(name: str, ba
     assert len(promotions) <= 2
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", sets(*SEVERAL))
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
 def test_a_host_tier_too_small_for_a_prefix_delays_nobody(name: str, slots: int) -> None:
     vllm = stored_before(44, groups=SETS[name], slots=slots, device_blocks=128, token_budget=16)
@@ -248,15 +255,7 @@ def test_an_abort_in_any_state_leaks_nothing(
     reach_state: Callable[[MiniVllm], None], name: str
 ) -> None:
     vllm = stored_before(40, groups=SETS[name], slots=64, device_blocks=64)
-    request = vllm.add("again", range(40))
-    reach_state(vllm)
-    vllm.abort(request)
-    vllm.check()
-    # Another request takes the blocks while the aborted one's transfers are still under way.
-    vllm.add("other", range(500, 540))
-    vllm.step()
-    vllm.run()
-    assert [r.request_id for r in vllm.finished] == ["other"]
+    abort_in(vllm, reach_state)
 
 
 @pytest.mark.parametrize("reach_state", STATES)
@@ -265,19 +264,10 @@ def test_a_reset_in_any_state_finds_nothing_old(
     reach_state: Callable[[MiniVllm], None], name: str
 ) -> None:
     vllm = stored_before(40, groups=SETS[name], slots=64, device_blocks=64)
-    vllm.add("again", range(40))
-    reach_state(vllm)
-    before = vllm.loaded_tokens["again"]
-    vllm.reset()
-    vllm.run()
-    assert vllm.loaded_tokens["again"] == before
-    vllm.forget_device()
-    vllm.add("new", range(40))
-    vllm.run()
-    assert vllm.loaded_tokens["new"] == (36 if reach_state in NOTHING_COPIED_YET else 0)
+    reset_in(vllm, reach_state)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", sets(*SETS))
 def test_a_preempted_request_loads_what_it_lost(name: str) -> None:
     vllm = MiniVllm(groups=SETS[name], device_blocks=64, slots=64, tiers=0)
     request = vllm.add("a", range(20), outputs=14)
@@ -296,7 +286,7 @@ def test_a_preempted_request_loads_what_it_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*SEVERAL, "window alone", "state alone"])
+@pytest.mark.parametrize("name", sets(*SEVERAL, "window alone", "state alone"))
 def test_a_failed_copy_is_computed_once_and_a_miss_from_then_on(name: str, ranks: int) -> None:
     vllm = stored_before(40, groups=SETS[name], slots=64, device_blocks=64, ranks=ranks)
     request = vllm.add("again", range(40), outputs=8)
@@ -336,7 +326,7 @@ def test_a_promise_that_cannot_be_kept_is_computed() -> None:
     assert request in vllm.finished
 
 
-@pytest.mark.parametrize("name", ["full", *SEVERAL])
+@pytest.mark.parametrize("name", sets("full", *SEVERAL))
 def test_a_request_loads_no_more_than_it_says(name: str) -> None:
     for most in (0, 3, 17, 30, 1000):
         vllm = after(name, range(60), token_budget=8)
@@ -348,7 +338,7 @@ def test_a_request_loads_no_more_than_it_says(name: str) -> None:
             assert vllm.loaded_tokens["again"] >= min(most, 52) - 2 * max(8, align)
 
 
-@pytest.mark.parametrize("name", ["full", *SEVERAL])
+@pytest.mark.parametrize("name", sets("full", *SEVERAL))
 def test_a_request_stores_no_more_than_it_says(name: str) -> None:
     for most in (0, 17, 30):
         vllm = MiniVllm(groups=SETS[name], slots=128, device_blocks=128, token_budget=8)

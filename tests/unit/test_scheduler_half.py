@@ -12,10 +12,11 @@ from gated import SCATTER
 from mini_blocks import Request
 from mini_groups import BLOCK
 from mini_scenes import (
-    NOTHING_COPIED_YET,
     STATES,
+    abort_in,
     copying,
     load_begins,
+    reset_in,
     step_until,
     stored_before,
 )
@@ -95,31 +96,13 @@ def test_the_promise_shrinks_and_grows_with_the_local_hit() -> None:
 @pytest.mark.parametrize("reach_state", STATES)
 def test_an_abort_in_any_state_leaks_nothing(reach_state: Callable[[MiniVllm], None]) -> None:
     vllm = stored_before(40)
-    request = vllm.add("again", range(40))
-    reach_state(vllm)
-    vllm.abort(request)
-    vllm.check()
-    # Another request takes the blocks while the aborted one's transfers are still under way.
-    vllm.add("other", range(500, 540))
-    vllm.step()
-    vllm.run()
-    assert [r.request_id for r in vllm.finished] == ["other"]
+    abort_in(vllm, reach_state)
 
 
 @pytest.mark.parametrize("reach_state", STATES)
 def test_a_reset_in_any_state_finds_nothing_old(reach_state: Callable[[MiniVllm], None]) -> None:
     vllm = stored_before(40)
-    vllm.add("again", range(40))
-    reach_state(vllm)
-    before = vllm.loaded_tokens["again"]
-    vllm.reset()
-    vllm.run()
-    assert vllm.loaded_tokens["again"] == before
-    vllm.forget_device()
-    vllm.add("new", range(40))
-    vllm.run()
-    # What "again" stored under the new names: nothing, if it held what was loaded before.
-    assert vllm.loaded_tokens["new"] == (36 if reach_state in NOTHING_COPIED_YET else 0)
+    reset_in(vllm, reach_state)
 
 
 def test_a_reset_while_a_request_is_loading_keeps_its_pins() -> None:

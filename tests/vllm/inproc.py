@@ -70,6 +70,9 @@ def connector_config(root: Path | None, host_bytes: int, **extra: Any) -> dict[s
 class EngineProcess:
     """The test's half; a context manager. `options` go to `vllm.LLM` as they are."""
 
+    PROGRAM = __file__
+    """What runs the other half."""
+
     def __init__(self, log: Path, **options: Any) -> None:
         self._log = log
         self._options = options
@@ -78,7 +81,7 @@ class EngineProcess:
     def __enter__(self) -> Self:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, self.PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -153,6 +156,17 @@ class EngineProcess:
     def _counts(self) -> dict[str, int]:
         state = self.call("state")
         return {**state["counters"], **state["cached"], "preemptions": state["preemptions"]}
+
+
+def assert_at_rest(engine: EngineProcess) -> None:
+    """Nobody holds, waits for or copies anything, and every slot is free or can be had."""
+    engine.call("settle")
+    state = engine.call("state")
+    left = {name: state[name] for name in ("pins", "jobs", "requests", "waited_for", "steps")}
+    assert not any(left.values()), left
+    ready, free = (state["slots"].get(name, 0) for name in ("READY", "FREE"))
+    assert ready + free == state["rows"], state["slots"]
+    assert ready == state["indexed"]
 
 
 class Calls:
@@ -373,12 +387,11 @@ def _answer(output: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(calls: Calls) -> None:
     """Answer calls until nobody asks any more."""
     replies = os.fdopen(os.dup(1), "w")
     # Whatever else is printed goes to the log.
     os.dup2(2, 1)
-    calls = Calls()
     for line in sys.stdin:
         name, arguments = json.loads(line)
         reply: Mapping[str, Any]
@@ -392,4 +405,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Calls())

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
-from unittest import mock
+from typing import Any
 
-import inproc
-from inproc import Calls, EngineProcess
-from prompts import BLOCK
+from inproc import Calls, EngineProcess, main
 
 
 def offloading_config(root: Path | None, host_bytes: int, **extra: Any) -> dict[str, Any]:
@@ -31,26 +28,10 @@ def offloading_config(root: Path | None, host_bytes: int, **extra: Any) -> dict[
 
 
 class OffloadingEngine(EngineProcess):
-    def __enter__(self) -> Self:
-        with mock.patch.object(inproc, "__file__", __file__):
-            return super().__enter__()
+    PROGRAM = __file__
 
 
 class OffloadingCalls(Calls):
-    def start(self, dtype: str = "float32", **options: Any) -> None:
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
-
-        options["kv_transfer_config"] = KVTransferConfig(**options.pop("connector"))
-        self._llm = LLM(
-            dtype=dtype,
-            enforce_eager=True,
-            block_size=BLOCK,
-            disable_log_stats=False,
-            seed=0,
-            **options,
-        )
-
     def state(self) -> dict[str, Any]:
         """What there is to know of our half of the scheduler, and vLLM's own counts."""
         half, vllms = self._half(), self._scheduler().connector.connector_scheduler
@@ -72,6 +53,7 @@ class OffloadingCalls(Calls):
             "pins": int(slots.load_pins.sum()) + int(slots.write_pins.sum()),
             "jobs": len(half._filling) + len(half._loads) + len(vllms._jobs),
             "requests": len(half._requests) + len(half._core._holds) + len(vllms._req_status),
+            "waited_for": half._core._holds.slots_waited_for,
             "steps": half._core.steps_out,
         }
 
@@ -80,5 +62,4 @@ class OffloadingCalls(Calls):
 
 
 if __name__ == "__main__":
-    with mock.patch.object(inproc, "Calls", OffloadingCalls):
-        inproc.main()
+    main(OffloadingCalls())

@@ -22,7 +22,7 @@ from families import (
     ask_with_sources,
     empty,
 )
-from test_in_process import assert_at_rest
+from inproc import assert_at_rest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

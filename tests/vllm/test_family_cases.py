@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from families import ROOMY_BYTES, ask_with_sources, empty
-from inproc import EngineProcess, connector_config
+from inproc import EngineProcess, assert_at_rest, connector_config
 from prompts import BLOCK, random_prompt
-from test_in_process import assert_at_rest, explained
+from test_in_process import explained
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inproc import BLOCK_BYTES, Answer, EngineProcess, connector_config
+from inproc import BLOCK_BYTES, Answer, EngineProcess, assert_at_rest, connector_config
 from prompts import BLOCK, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -40,17 +40,6 @@ SMALL_ROWS = 6
 
 OpenEngine = Callable[..., EngineProcess]
 EngineOf = Callable[[int], EngineProcess]
-
-
-def assert_at_rest(engine: EngineProcess) -> None:
-    """Nobody holds, waits for or copies anything, and every slot is free or can be had."""
-    engine.call("settle")
-    state = engine.call("state")
-    left = {name: state[name] for name in ("pins", "jobs", "requests", "waited_for", "steps")}
-    assert not any(left.values()), left
-    ready, free = (state["slots"].get(name, 0) for name in ("READY", "FREE"))
-    assert ready + free == state["rows"], state["slots"]
-    assert ready == state["indexed"]
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import logging
 import warnings
-from types import SimpleNamespace
-from typing import Any, cast
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import prometheus_client as prometheus
 import pytest
@@ -14,23 +16,25 @@ import pytest
 from tiering.residency.core import COUNTERS
 from tiering.testing.clocks import ManualClock
 from tiering.testing.memory import MemoryTier
+from tiering_connectors.vllm import offload_names
 from tiering_connectors.vllm.meter import METER_COUNTERS, TransferMeter
 from tiering_connectors.vllm.nohits import CHUNKS_ASKED_MIN, CHUNKS_STORED_MIN, SECONDS_MIN
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM and torch say of themselves while they load
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        get_connector_metric_definitions,
-    )
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-    from tiering_connectors.vllm import offload_names
-    from tiering_connectors.vllm.metrics import Growth, TieringPromMetrics, TieringStats
-
+if TYPE_CHECKING:
+    from tiering_connectors.vllm.metrics import TieringPromMetrics, TieringStats
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 OWN = {"model_name": "model", "engine": "0"}
+
+
+@functools.cache
+def ours() -> ModuleType:
+    """The module under test, imported when a test runs: it takes vLLM along, which takes as long as
+    all else that is collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what vLLM and torch say of themselves while they load
+        return importlib.import_module("tiering_connectors.vllm.metrics")
 
 
 class Counting(MemoryTier):
@@ -47,7 +51,7 @@ def made(registry: prometheus.CollectorRegistry) -> TieringPromMetrics:
         return lambda **kwargs: kind(registry=registry, **kwargs)
 
     kinds = (prometheus.Gauge, prometheus.Counter, prometheus.Histogram)
-    return TieringPromMetrics(
+    return ours().TieringPromMetrics(
         cast("Any", SimpleNamespace(kv_transfer_config=None)),
         {kind: in_registry(kind) for kind in kinds},
         list(OWN),
@@ -58,7 +62,7 @@ def made(registry: prometheus.CollectorRegistry) -> TieringPromMetrics:
 def test_counters_come_as_growth_and_gauges_as_they_are() -> None:
     clock, tier = ManualClock(), Counting(name="fs:/mnt/kv")
     tier.told = {"evicted": 3, "now_stores_paused": 1}
-    growth = Growth([tier], clock)
+    growth = ours().Growth([tier], clock)
     first = growth.since({"chunks_stored": 2, "chunks_loaded": 0})
     assert first is not None
     assert first.data == {
@@ -85,7 +89,9 @@ def test_counters_come_as_growth_and_gauges_as_they_are() -> None:
 
 def test_what_was_measured_and_the_host_tier_come_along() -> None:
     clock, meter = ManualClock(), TransferMeter()
-    growth = Growth([], clock, meter, lambda: {"0:host|now_slots": 8, "0:host|now_slots_free": 0})
+    growth = ours().Growth(
+        [], clock, meter, lambda: {"0:host|now_slots": 8, "0:host|now_slots_free": 0}
+    )
     meter.loaded(100, 0.5)
     first = growth.since({})
     assert first is not None
@@ -108,7 +114,7 @@ def test_what_was_measured_and_the_host_tier_come_along() -> None:
 def test_a_cache_that_never_hits_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     clock, tier = ManualClock(), Counting(name="fs:/mnt/kv")
     tier.told = {"now_chunks": 10 * CHUNKS_STORED_MIN}
-    growth = Growth([tier], clock)
+    growth = ours().Growth([tier], clock)
     with caplog.at_level(logging.WARNING, "tiering"):
         for _ in range(3):
             growth.since({"chunks_asked": CHUNKS_ASKED_MIN})
@@ -172,20 +178,26 @@ def test_dashboards_for_vllms_offloading_find_its_names() -> None:
 
 
 def test_names_types_labels_and_buckets_are_vllms() -> None:
+    ours()  # Silences what vLLM says while it loads.
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        get_connector_metric_definitions,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
     theirs = {
         **get_connector_metric_definitions(),
         **TieringOffloadingSpec.build_metric_definitions({"store_threshold": 2}),
     }
     deprecated = {f"vllm:kv_offload_{name}" for name in ("total_bytes", "total_time", "size")}
-    ours = offload_names.all_metrics()
-    assert deprecated < ours.keys()
-    for name in ours.keys() - deprecated:
-        labels = [ours[name].label] if ours[name].label else []
+    mine = offload_names.all_metrics()
+    assert deprecated < mine.keys()
+    for name in mine.keys() - deprecated:
+        labels = [mine[name].label] if mine[name].label else []
         assert list(theirs[name].labelnames) == labels, name
         kind = type(theirs[name]).__name__.removeprefix("Offloading").removesuffix("Metadata")
-        assert ours[name].kind.value == kind.lower(), name
-        assert tuple(getattr(theirs[name], "buckets", None) or ()) == ours[name].buckets, name
-    assert {name.removeprefix("vllm:kv_offload_") for name in theirs.keys() - ours.keys()} == {
+        assert mine[name].kind.value == kind.lower(), name
+        assert tuple(getattr(theirs[name], "buckets", None) or ()) == mine[name].buckets, name
+    assert {name.removeprefix("vllm:kv_offload_") for name in theirs.keys() - mine.keys()} == {
         # Lookups of a tier are answered in batches, beside the scheduler.
         "tiering_lookup_sync_delay_seconds",
         "tiering_lookup_async_delay_seconds",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inproc import BLOCK_BYTES, EngineFailed
+from inproc import BLOCK_BYTES, EngineFailed, assert_at_rest
 from offloading_inproc import OffloadingEngine, offloading_config
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.models import make_model
@@ -32,17 +32,6 @@ SMALL_ROWS = 6
 
 OpenEngine = Callable[..., OffloadingEngine]
 EngineOf = Callable[[int], OffloadingEngine]
-
-
-def assert_at_rest(engine: OffloadingEngine) -> None:
-    """Nobody holds or copies anything, and every slot is free or can be had."""
-    engine.call("settle")
-    state = engine.call("state")
-    left = {name: state[name] for name in ("pins", "jobs", "requests", "steps")}
-    assert not any(left.values()), left
-    ready, free = (state["slots"].get(name, 0) for name in ("READY", "FREE"))
-    assert ready + free == state["rows"], state["slots"]
-    assert ready == state["indexed"]
 
 
 def sources(grown: dict[str, int]) -> dict[str, int]:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from inproc import BLOCK_BYTES, EngineProcess, connector_config
+from inproc import BLOCK_BYTES, EngineProcess, assert_at_rest, connector_config
 from prompts import BLOCK, random_prompt
-from test_in_process import assert_at_rest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
