@@ -51,7 +51,8 @@ class TouchBook:
 
     @staticmethod
     def note(request: Request, chain: Sequence[bytes]) -> None:
-        """The request uses `chain`, a prefix of one KV cache group."""
+        """The request uses `chain`, a prefix: of one KV cache group, or of several side by side,
+        which count as the first one's."""
         if chain:
             group = _group_of(chain[0])
             if len(chain) > len(request.chains.get(group, ())):

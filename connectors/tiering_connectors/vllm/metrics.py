@@ -221,13 +221,9 @@ class _OffloadMetrics:
         self._feed(engine_idx, names.ENGINE_SOURCES.get(name, ()), "", value)
 
     def of_tier(self, engine_idx: int, tier: str, name: str, value: Value) -> None:
-        if tier == HOST_TIER:
-            if name == f"{GAUGE_PREFIX}slots" and isinstance(value, int):
-                self._slots[engine_idx] = value
-            sources, label = names.HOST_SOURCES.get(name, ()), names.HOST_LABEL
-        else:
-            # `1:fs:/mnt/kv` is `1:fs` to vLLM.
-            sources, label = names.TIER_SOURCES.get(name, ()), ":".join(tier.split(":")[:2])
+        if tier == HOST_TIER and name == f"{GAUGE_PREFIX}slots" and isinstance(value, int):
+            self._slots[engine_idx] = value
+        sources, label = names.sources_of_tier(tier, name)
         self._feed(engine_idx, sources, label, value)
 
     def _feed(

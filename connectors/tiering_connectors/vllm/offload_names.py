@@ -6,8 +6,11 @@ buckets are vLLM's; what has no meaning here is left out. Plain data; `metrics` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from tiering_connectors.vllm.meter import HOST_TIER
 
 SIZE_BUCKETS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 CALL_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1)
@@ -225,6 +228,14 @@ TIER_SOURCES: dict[str, tuple[Source, ...]] = {
     ),
 }
 """By the name of a statistic of a secondary tier."""
+
+
+def sources_of_tier(tier: str, name: str) -> tuple[Sequence[Source], str]:
+    """What a value of that name feeds, of a tier as statistics name it, and the tier's label: to
+    vLLM `1:fs:/mnt/kv` is `1:fs`."""
+    if tier == HOST_TIER:
+        return HOST_SOURCES.get(name, ()), HOST_LABEL
+    return TIER_SOURCES.get(name, ()), ":".join(tier.split(":")[:2])
 
 
 def all_metrics() -> dict[str, Metric]:

@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tiering.residency.core import COUNTERS
-from tiering_connectors.vllm.meter import HOST_TIER
 from tiering_connectors.vllm.metrics import Growth
 from tiering_connectors.vllm.offload_names import (
     ENGINE_SOURCES,
@@ -31,6 +30,7 @@ from tiering_connectors.vllm.offload_names import (
     Kind,
     Metric,
     Source,
+    sources_of_tier,
 )
 
 OURS = "vllm:kv_offload_tiered_"
@@ -104,16 +104,14 @@ class Statistics:
 
 def _sources(name: str) -> Iterator[tuple[Source, str]]:
     """What a value of ours feeds, and the label of its tier. A tier's is named
-    `<number>:<kind>:<place>|<name>`, and vLLM labels it `<number>:<kind>`."""
+    `<number>:<kind>:<place>|<name>`."""
     tier, _, own_name = name.rpartition("|")
-    if not tier:
-        for table in (_OWN_SOURCES, _ENGINE_SOURCES):
-            yield from ((source, HOST_LABEL) for source in table.get(name, ()))
-    elif tier == HOST_TIER:
-        yield from ((source, HOST_LABEL) for source in HOST_SOURCES.get(own_name, ()))
-    else:
-        label = ":".join(tier.split(":")[:2])
-        yield from ((source, label) for source in TIER_SOURCES.get(own_name, ()))
+    if tier:
+        sources, label = sources_of_tier(tier, own_name)
+        yield from ((source, label) for source in sources)
+        return
+    for table in (_OWN_SOURCES, _ENGINE_SOURCES):
+        yield from ((source, HOST_LABEL) for source in table.get(name, ()))
 
 
 def _metadata(metric: Metric) -> OffloadingMetricMetadata:
