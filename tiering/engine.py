@@ -26,11 +26,11 @@ class Engine:
         self._events = events
 
     def pump(self) -> None:
-        """Take in outcomes, hand out steps, publish events. Call it before asking and after
+        """Take in news, hand out steps, publish events. Call it before asking and after
         changing."""
         core = self.core
-        if outcomes := self._portal.drain():
-            core.apply(outcomes)
+        if news := self._portal.drain():
+            core.apply(news)
         steps = core.take_steps()
         if steps:
             try:

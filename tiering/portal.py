@@ -1,6 +1,6 @@
 """The only bridge between the core, which is synchronous, and the loop that does the I/O.
 
-`submit(steps)` and `drain() -> outcomes`, batches of plain data, never waiting. `LoopPortal`
+`submit(steps)` and `drain() -> news`, batches of plain data, never waiting. `LoopPortal`
 works inside the caller's own loop, `ThreadPortal` runs a loop in a thread of its own. Nothing
 else crosses, so the loop could as well be in another process.
 """
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from tiering.errors import ClosedError
 from tiering.pipeline.transfers import Transfers
-from tiering.residency.plan import Outcome, Step, failed
+from tiering.residency.plan import News, Step, failed
 from tiering.tiers.base import Tier
 
 log = logging.getLogger("tiering")
@@ -32,7 +32,7 @@ class Portal(Protocol):
         """Have `steps` carried out; returns at once."""
         ...
 
-    def drain(self) -> list[Outcome]:
+    def drain(self) -> list[News]:
         """What has come back since the last call, oldest first; returns at once."""
         ...
 
@@ -40,7 +40,7 @@ class Portal(Protocol):
 class LoopPortal:
     """For a program: everything on its own loop, between `async with` and its end.
 
-    `on_arrival` is called on the loop, soon after outcomes have come back, however many.
+    `on_arrival` is called on the loop, soon after news has come back, however much.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LoopPortal:
         row: Callable[[int], memoryview],
         on_arrival: Callable[[], None],
     ) -> None:
-        self._outcomes: list[Outcome] = []
+        self._news: list[News] = []
         self._on_arrival = on_arrival
         self._transfers = Transfers(tiers, row, self._take)
 
@@ -68,24 +68,24 @@ class LoopPortal:
     def submit(self, steps: Sequence[Step]) -> None:
         self._transfers.start(steps)
 
-    def drain(self) -> list[Outcome]:
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+    def drain(self) -> list[News]:
+        news, self._news = self._news, []
+        return news
 
     async def finish(self, deadline_seconds: float) -> int:
         """Wait for what is under way, cancel the rest; how many were cancelled."""
         return await self._transfers.drain(deadline_seconds)
 
-    def _take(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        if len(self._outcomes) == 1:
+    def _take(self, news: News) -> None:
+        self._news.append(news)
+        if len(self._news) == 1:
             asyncio.get_running_loop().call_soon(self._on_arrival)
 
 
 class ThreadPortal:
     """For a caller without a loop: the loop runs in a daemon thread, from `start` to `close`.
 
-    Whatever number of steps is submitted at once, the loop is woken once; outcomes are collected
+    Whatever number of steps is submitted at once, the loop is woken once; news is collected
     without waking anybody. The thread never holds up the end of the process.
     """
 
@@ -93,7 +93,7 @@ class ThreadPortal:
         self._tiers = tiers
         self._row = row
         self._steps: deque[Step] = deque()
-        self._outcomes: deque[Outcome] = deque()
+        self._news: deque[News] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -119,13 +119,13 @@ class ThreadPortal:
             self._is_woken = True
             self._loop.call_soon_threadsafe(self._take_steps)
 
-    def drain(self) -> list[Outcome]:
+    def drain(self) -> list[News]:
         is_over = self._loop is not None and not self._thread.is_alive()
-        outcomes = _emptied(self._outcomes)
+        news = _emptied(self._news)
         if is_over:
             # Handed in while the loop was ending.
-            outcomes += map(failed, _emptied(self._steps))
-        return outcomes
+            news += map(failed, _emptied(self._steps))
+        return news
 
     def close(self, drain_seconds: float) -> bool:
         """Give what is under way `drain_seconds` to end, then close the tiers. False if the loop
@@ -149,7 +149,7 @@ class ThreadPortal:
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()
-        async with Transfers(self._tiers, self._row, self._outcomes.append) as transfers:
+        async with Transfers(self._tiers, self._row, self._news.append) as transfers:
             self._transfers = transfers
             self._loop = asyncio.get_running_loop()
             self._started.set()

@@ -7,7 +7,7 @@ ConfigError that names its key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,9 +47,14 @@ Made = TypeVar("Made")
 
 
 def build_core(
-    config: EngineConfig, rows: int, tiers: int, clock: Clock | None = None
+    config: EngineConfig,
+    rows: int,
+    tiers: int,
+    clock: Clock | None = None,
+    surveyed: Collection[int] = (),
 ) -> Residency:
-    """The core over a host tier of `rows` slots and `tiers` secondary tiers."""
+    """The core over a host tier of `rows` slots and `tiers` secondary tiers, of which it has those
+    `surveyed` that somebody keeps an index of."""
     return Residency(
         rows,
         tiers,
@@ -57,6 +62,7 @@ def build_core(
         clock or MonotonicClock(),
         config.load_deadline_seconds,
         _build_admission(config),
+        surveyed,
     )
 
 

@@ -20,6 +20,7 @@ from tiering.tiers.base import (
     Delete,
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
@@ -46,6 +47,9 @@ class SqliteTier(Tier):
     @property
     def name(self) -> str:
         return f"sqlite:{self._path}"
+
+    def watch(self, removed: Listener) -> None:
+        """Nothing to do: nobody but `delete` removes anything here."""
 
     async def open(self) -> None:
         try:

@@ -235,7 +235,7 @@ def test_when_the_loop_dies_everything_fails_at_once_and_nothing_hangs(
 
 async def test_on_the_callers_loop_many_outcomes_are_one_arrival() -> None:
     tier, rows, arrivals = MemoryTier(), Rows(), []
-    async with LoopPortal([tier], rows, lambda: arrivals.append(len(portal._outcomes))) as portal:
+    async with LoopPortal([tier], rows, lambda: arrivals.append(len(portal._news))) as portal:
         rows.fill(0, A)
         tier.hold("contains")
         portal.submit([Contains(number, 0, (A,), NEVER) for number in range(20)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.events import ChunksRemoved, ChunksStored
+from tiering.events import HOST, ChunksRemoved, ChunksStored
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Match
 from tiering.residency.core import Residency
@@ -77,8 +77,8 @@ def test_stored_chunks_match_and_are_written_through() -> None:
     rig.answer([step], Verdict.STORED)
     assert rig.pins == 0
     assert rig.core.take_events() == [
-        ChunksStored("CPU", tuple(keys)),
-        ChunksStored("STORAGE", tuple(keys)),
+        ChunksStored(HOST, tuple(keys)),
+        ChunksStored(0, tuple(keys)),
     ]
 
 
@@ -308,8 +308,8 @@ def test_drop_takes_a_chunk_out_of_every_tier() -> None:
     rig.answer(steps, Verdict.DELETED)
     assert rig.core.match(keys).reach == 1
     assert rig.core.take_events() == [
-        ChunksRemoved("CPU", (keys[1],)),
-        ChunksRemoved("STORAGE", (keys[1],)),
+        ChunksRemoved(HOST, (keys[1],)),
+        ChunksRemoved(0, (keys[1],)),
     ]
 
 

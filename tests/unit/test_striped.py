@@ -121,7 +121,7 @@ async def test_each_method_of_a_tier_reaches_every_root() -> None:
         assert tier.stats()["now_chunks"] == 24
         assert all(root.is_open for root in tiers)
     assert not any(root.is_open for root in tiers)
-    elsewhere = {"name", "stats", "scan", "open", "close"}
+    elsewhere = {"name", "stats", "scan", "open", "close", "watch"}
     assert Tier.__abstractmethods__ == set(uses) | elsewhere
 
 

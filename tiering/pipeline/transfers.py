@@ -18,14 +18,18 @@ from tiering.errors import ClosedError, TierError
 from tiering.pipeline.cascade import cascade
 from tiering.pipeline.inflight import Inflight
 from tiering.pipeline.promotion import promote
+from tiering.pipeline.removals import Removals
+from tiering.pipeline.survey import survey
 from tiering.pipeline.verdicts import Judge
 from tiering.residency.plan import (
     Cascade,
     Contains,
     Drop,
+    News,
     Outcome,
     Promote,
     Step,
+    Survey,
     Touch,
     Verdict,
     failed,
@@ -34,27 +38,31 @@ from tiering.tiers.base import Tier
 
 
 class Transfers:
-    """`row(slot)` is the host tier's memory of one slot; `report` takes outcomes, on the loop."""
+    """`row(slot)` is the host tier's memory of one slot; `report` takes what comes back, on the
+    loop. What a tier evicts is told of at once, and again after a step that had said otherwise."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         row: Callable[[int], memoryview],
-        report: Callable[[Outcome], None],
+        report: Callable[[News], None],
     ) -> None:
         self._tiers = tiers
         self._row = row
         self._report = report
         self._inflight = Inflight()
+        self._removals = [Removals(at, report) for at in range(len(tiers))]
         self._judge = Judge()
         self._stack = AsyncExitStack()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._surveys: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Transfers:
         """Open every tier; if one cannot be opened, those that were are closed again."""
         async with AsyncExitStack() as stack:
-            for tier in self._tiers:
+            for tier, removals in zip(self._tiers, self._removals, strict=True):
+                tier.watch(removals.tell)
                 await tier.open()
                 stack.push_async_callback(tier.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -76,11 +84,15 @@ class Transfers:
             raise ClosedError("the tiers are closed")
         for step in steps:
             task = self._group.create_task(self._run(step))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            tasks = self._surveys if isinstance(step, Survey) else self._tasks
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def drain(self, deadline_seconds: float) -> int:
-        """Wait for what is under way; cancel what is not done by then. How many were."""
+        """Wait for what is under way; cancel what is not done by then. How many were. Surveys
+        are cancelled at once, and not counted."""
+        for task in self._surveys:
+            task.cancel()
         if not self._tasks:
             return 0
         _, late = await asyncio.wait(set(self._tasks), timeout=deadline_seconds)
@@ -104,11 +116,17 @@ class Transfers:
         if isinstance(step, Touch):
             await self._touch(step, tier)
             return
+        removals = self._removals[step.tier]
+        if isinstance(step, Survey):
+            self._report(await survey(step, tier, removals, self._judge, self._report))
+            return
         async with self._inflight.flight(step.tier, step.keys):
             if isinstance(step, Promote):
-                await promote(step, tier, self._row, self._judge, self._report)
+                with removals.seen_by(step.keys):
+                    await promote(step, tier, self._row, self._judge, self._report)
             elif isinstance(step, Cascade):
-                self._report(await cascade(step, tier, self._row, self._judge))
+                with removals.seen_by(step.keys):
+                    self._report(await cascade(step, tier, self._row, self._judge))
             elif isinstance(step, Drop):
                 await self._drop(step, tier)
             else:

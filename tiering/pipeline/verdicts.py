@@ -56,6 +56,10 @@ class Judge:
         self._tell(outcome.error)
         return Verdict.DAMAGED if isinstance(outcome.error, DamagedChunk) else Verdict.FAILED
 
+    def failed(self, error: TierError | ClosedError) -> None:
+        """The tier as a whole could not do what was asked."""
+        self._tell(error)
+
     def _tell(self, error: TierError | ClosedError) -> None:
         kind = (getattr(error, "tier", ""), type(error).__name__)
         level = logging.DEBUG if kind in self._told else logging.WARNING

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from tiering.clock import Clock
+from tiering.events import ChunksStored
 from tiering.metrics import Counters
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
@@ -18,7 +19,6 @@ from tiering.residency.plan import Cascade, Outcome, Verdict, keys_with
 from tiering.residency.state import PinKind, SlotArray, SlotState
 from tiering_kernels.keytable import KeyBatch, select
 
-STORAGE_MEDIUM = "STORAGE"
 CHUNKS_IN_STEP_MAX = 64
 
 COUNTERS = (
@@ -132,8 +132,8 @@ class CascadeBook:
     def is_mine(self, step_id: int) -> bool:
         return step_id in self._out
 
-    def settle(self, outcome: Outcome) -> tuple[Sequence[bytes], list[Cascade]]:
-        """Keys that a tier took, and the steps for which there is room now."""
+    def settle(self, outcome: Outcome) -> tuple[ChunksStored | None, list[Cascade]]:
+        """What a tier holds now, and the steps for which there is room."""
         self._moved_at = self._clock.now()
         step = self._out.pop(outcome.id)
         self._index.slots.unpin(step.slots, PinKind.WRITE)
@@ -142,11 +142,12 @@ class CascadeBook:
         stored = keys_with(step, outcome, Verdict.STORED)
         self._known[step.tier].add(stored)
         self._counters.add("cascades_stored", len(stored))
-        if len(stored) < len(step.keys):
-            self._settle_unstored(step, outcome)
-        return stored, self._issue()
+        there = () if len(stored) == len(step.keys) else self._settle_unstored(step, outcome)
+        held = tuple(stored) if not there else (*stored, *there)
+        return (ChunksStored(step.tier, held) if held else None), self._issue()
 
-    def _settle_unstored(self, step: Cascade, outcome: Outcome) -> None:
+    def _settle_unstored(self, step: Cascade, outcome: Outcome) -> Sequence[bytes]:
+        """Those that the tier had already."""
         there = keys_with(step, outcome, Verdict.ALREADY_THERE)
         self._known[step.tier].add(there)
         others = tuple(verdict for verdict in outcome.verdicts if verdict is not Verdict.STORED)
@@ -156,6 +157,7 @@ class CascadeBook:
             untaken.update(dict.fromkeys(keys_with(step, outcome, verdict)))
         for key in list(islice(untaken, max(0, len(untaken) - len(self._index.slots)))):
             del untaken[key]
+        return there
 
     def clear(self) -> None:
         """Nothing waits any more; what is under way keeps its pins until its outcome."""

@@ -8,27 +8,29 @@ saw a key fail never gets it again; each step is forgotten with its final outcom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from tiering.clock import Clock
-from tiering.events import ChunksRemoved, ChunksStored, Event
+from tiering.events import ChunksCleared, ChunksRemoved, ChunksStored, Event
 from tiering.metrics import Counters
 from tiering.policy.admission import AdmissionPolicy, AdmitAll
 from tiering.policy.base import EvictionPolicy
 from tiering.residency import cascades, promotions
 from tiering.residency.answers import Match, Reservation
 from tiering.residency.budget import LoadBudget
-from tiering.residency.cascades import STORAGE_MEDIUM, CascadeBook
+from tiering.residency.cascades import CascadeBook
+from tiering.residency.drops import DropBook
 from tiering.residency.finder import Finder
 from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
-from tiering.residency.plan import Drop, Outcome, Step, Verdict, keys_with
+from tiering.residency.plan import Found, News, Outcome, Step
 from tiering.residency.promotions import PromotionBook
 from tiering.residency.questions import QuestionBook
 from tiering.residency.state import NOWHERE, SlotArray
+from tiering.residency.surveys import SurveyBook, began
 from tiering.residency.touches import TouchBook
 from tiering_kernels.keytable import KeyBatch, select
 
@@ -53,7 +55,8 @@ class Residency:
     """One for each engine. `tiers` is how many secondary tiers there are, in order of preference.
 
     Requests are named by any string; `open` one before it matches with an owner, holds or
-    reserves, and `close` it when it ends, in whatever state.
+    reserves, and `close` it when it ends, in whatever state. What the tiers in `surveyed` hold is
+    told of in events from the start on; of the others, what comes and goes.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Residency:
         clock: Clock,
         load_deadline_seconds: float,
         admission: AdmissionPolicy | None = None,
+        surveyed: Collection[int] = (),
     ) -> None:
-        self.index = HostIndex(slot_count, policy)
+        self._events: list[Event] = []
+        self.index = HostIndex(slot_count, policy, self._events)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
@@ -88,9 +93,9 @@ class Residency:
             load_deadline_seconds,
         )
         self._touches = TouchBook(self._known, self._cascades, self._step_id)
-        self._drops: dict[int, Drop] = {}
+        self._surveys = SurveyBook(surveyed, self._step_id, clock)
+        self._drops = DropBook(self._known, self.counters, self._step_id)
         self._steps: list[Step] = []
-        self._events: list[Event] = []
         self._ids = 0
         # Grows whenever room may have come: before that, what was refused need not be tried again.
         self.changes = 0
@@ -301,11 +306,7 @@ class Residency:
         self._holds.lose(slots[slots != NOWHERE])
         self.index.drop(keys)
         self.changes += 1
-        for tier, known in enumerate(self._known):
-            known.discard(keys)
-            step = Drop(self._step_id(), tier, tuple(keys))
-            self._drops[step.id] = step
-            self._steps.append(step)
+        self._steps += self._drops.drop(keys)
 
     def reset(self) -> None:
         """Forget everything: the host tier is empty, nothing is known of the others, and what
@@ -316,6 +317,7 @@ class Residency:
             self._holds[owner].absent.clear()
         self.changes += 1
         self.index.clear()
+        self._events.append(ChunksCleared())
         self._cascades.clear()
         self._touches.clear()
         for known in self._known:
@@ -326,18 +328,23 @@ class Residency:
     def take_steps(self) -> list[Step]:
         """What is to be done now; each is handed out once."""
         steps, self._steps = self._steps, []
+        if surveys := self._surveys.due():
+            self._events += began(surveys)
+            steps += surveys
         return steps + self._touches.due() if self._touches else steps
 
     def take_events(self) -> list[Event]:
-        """What became readable or gone since the last call, in order, tier by tier."""
-        events, self._events = self._events, []
-        return self.index.take_events() + events
+        """What became readable or gone since the last call, in the order in which it did."""
+        events = self._events[:]
+        self._events.clear()
+        return events
 
     @property
     def steps_out(self) -> int:
-        """Steps whose final outcome has not come back."""
-        books = (self._questions, self._promotions, self._cascades)
-        return len(self._drops) + sum(book.steps_out for book in books)
+        """Steps that move or remove chunks, or that a request waits for, whose final outcome has
+        not come back."""
+        books = (self._questions, self._promotions, self._cascades, self._drops)
+        return sum(book.steps_out for book in books)
 
     @property
     def writes_under_way(self) -> int:
@@ -365,25 +372,36 @@ class Residency:
         """Until what the request waits for is given up."""
         return self._holds.seconds_left(self._holds[owner])
 
-    def apply(self, outcomes: Iterable[Outcome]) -> None:
-        """Take in what became of steps. Outcomes of unknown steps are ignored."""
-        for outcome in outcomes:
-            if self._cascades.is_mine(outcome.id):
-                stored, steps = self._cascades.settle(outcome)
-                self._steps += steps
-                if stored:
-                    self._events.append(ChunksStored(STORAGE_MEDIUM, tuple(stored)))
-            elif self._promotions.is_mine(outcome.id):
-                self._events += self._promotions.settle(outcome)
-            elif self._questions.is_mine(outcome.id):
-                self._questions.settle(outcome)
-            elif (step := self._drops.pop(outcome.id, None)) is not None:
-                self.counters.add("drops_failed", outcome.verdicts.count(Verdict.FAILED))
-                if gone := keys_with(step, outcome, Verdict.DELETED):
-                    self._events.append(ChunksRemoved(STORAGE_MEDIUM, tuple(gone)))
+    def apply(self, news: Iterable[News]) -> None:
+        """Take in what became of steps, and what else the tiers say. Outcomes of unknown steps are
+        ignored."""
+        for each in news:
+            if isinstance(each, Outcome):
+                self._settle(each)
+            elif isinstance(each, Found):
+                self._known[each.tier].add(each.keys)
+                self._events.append(ChunksStored(each.tier, each.keys))
+            else:
+                self._known[each.tier].discard(each.keys)
+                self._events.append(ChunksRemoved(each.tier, each.keys))
             self.changes += 1
 
     # Parts of the above
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._cascades.is_mine(outcome.id):
+            stored, steps = self._cascades.settle(outcome)
+            self._steps += steps
+            if stored is not None:
+                self._events.append(stored)
+        elif self._promotions.is_mine(outcome.id):
+            self._events += self._promotions.settle(outcome)
+        elif self._questions.is_mine(outcome.id):
+            self._questions.settle(outcome)
+        elif self._surveys.is_mine(outcome.id):
+            self._events.append(self._surveys.settle(outcome))
+        elif self._drops.is_mine(outcome.id):
+            self._events += self._drops.settle(outcome)
 
     def _report(self, request: Request | None, keys: Sequence[bytes]) -> None:
         """Tell the admission policy of what the request has not asked for before."""

@@ -1,6 +1,6 @@
 """What is in the host tier: key -> slot, who may be evicted, and the events of coming and going.
 
-Owns the slots, the policy and the list of events not yet taken. A key is in the index from the
+Owns the slots and the policy. A key is in the index from the
 moment its slot is reserved until it is evicted, dropped or its writer fails; whether it can be
 read is the slot's state. One owner, no lock, no I/O.
 """
@@ -12,13 +12,11 @@ from itertools import compress
 
 import numpy as np
 
-from tiering.events import ChunksRemoved, ChunksStored, Event
+from tiering.events import HOST, ChunksRemoved, ChunksStored, Event
 from tiering.policy.base import EvictionPolicy
 from tiering.residency.answers import Place
 from tiering.residency.state import NOWHERE, SlotArray, SlotEvent, Slots, SlotState
 from tiering_kernels.keytable import KeyBatch, open_table, select
-
-HOST_MEDIUM = "CPU"
 
 # By the state of a slot that is in the index, and of NOWHERE.
 _PLACE_OF = bytes(
@@ -30,11 +28,12 @@ _PLACE_OF = bytes(
 class HostIndex:
     """All batches are of distinct keys, in prefix order."""
 
-    def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
+    def __init__(self, slot_count: int, policy: EvictionPolicy, events: list[Event]) -> None:
+        """What comes and goes is appended to `events`, which the caller empties."""
         self.slots = Slots(slot_count)
         self._policy = policy
         self._slot_of = open_table()
-        self._events: list[Event] = []
+        self._events = events
         # By slot; set only while victims are looked for.
         self._is_spared = np.zeros(slot_count, np.bool_)
 
@@ -89,7 +88,7 @@ class HostIndex:
         keys, where = self._wanted(slots)
         self.slots.move(slots, SlotEvent.FILL)
         if keys:
-            self._events.append(ChunksStored(HOST_MEDIUM, tuple(keys)))
+            self._events.append(ChunksStored(HOST, tuple(keys)))
         return keys, where
 
     def fail(self, slots: Sequence[int] | SlotArray) -> None:
@@ -105,17 +104,13 @@ class HostIndex:
         ready = self.slots.are(SlotState.READY, slots)
         if ready.any():
             gone = tuple(compress(here, ready.tolist()))
-            self._events.append(ChunksRemoved(HOST_MEDIUM, gone))
+            self._events.append(ChunksRemoved(HOST, gone))
         idle = self.slots.may_go(slots)
         self.slots.move(slots[idle], SlotEvent.EVICT)
         self.slots.move(slots[~idle], SlotEvent.FORSAKE)
 
     def clear(self) -> None:
         self.drop(self.keys())
-
-    def take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
 
     def _make_room(self, count: int, spared: Sequence[bytes]) -> None:
         """Evict up to `count` chunks, none of `spared`."""
@@ -137,7 +132,7 @@ class HostIndex:
         victims = KeyBatch(self._policy.pick(count, evictable))
         is_spared[staying] = False
         slots.move(self._forget(victims), SlotEvent.EVICT)
-        self._events.append(ChunksRemoved(HOST_MEDIUM, tuple(victims)))
+        self._events.append(ChunksRemoved(HOST, tuple(victims)))
 
     def _forget(self, keys: Sequence[bytes]) -> SlotArray:
         """Take `keys` out of the index: the slots that they had."""

@@ -1,8 +1,8 @@
-"""Steps that the core asks for and the outcomes that come back: plain data, nothing else.
+"""Steps that the core asks for and the news that comes back: plain data, nothing else.
 
 These are all that crosses the portal, in either direction, so they are msgspec structs that can
-be sent to another process as they are. A step is named by `id`, unique within an
-engine; its outcome repeats it.
+be sent to another process as they are. A step is named by `id`, unique within an engine; its
+outcome repeats it.
 """
 
 from __future__ import annotations
@@ -82,10 +82,19 @@ class Touch(msgspec.Struct, frozen=True, tag="touch"):
     keys: tuple[bytes, ...]
 
 
-Step = Contains | Promote | Cascade | Drop | Touch
+class Survey(msgspec.Struct, frozen=True, tag="survey"):
+    """Name every key that `tier` holds: in any number of `Found`, then an outcome, without
+    verdicts, or with one FAILED where they were not all."""
+
+    id: int
+    tier: int
 
 
-class Outcome(msgspec.Struct, frozen=True):
+OfKeys = Contains | Promote | Cascade | Drop | Touch
+Step = OfKeys | Survey
+
+
+class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
     """One verdict per key of the step `id`. Each step has exactly one outcome with `final`."""
 
     id: int
@@ -93,14 +102,32 @@ class Outcome(msgspec.Struct, frozen=True):
     final: bool = True
 
 
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """`tier` holds `keys`: a part of a survey."""
+
+    tier: int
+    keys: tuple[bytes, ...]
+
+
+class Removed(msgspec.Struct, frozen=True, tag="removed"):
+    """`keys` cannot be read from `tier` any more, though no step said so: they were evicted."""
+
+    tier: int
+    keys: tuple[bytes, ...]
+
+
+News = Outcome | Found | Removed
+"""What comes back over the portal, in the order in which it became true."""
+
+
 def failed(step: Step) -> Outcome:
     """What becomes of a step that nobody can carry out."""
     if isinstance(step, Touch):
         return Outcome(step.id, ())
-    return Outcome(step.id, (Verdict.FAILED,) * len(step.keys))
+    return Outcome(step.id, (Verdict.FAILED,) * (1 if isinstance(step, Survey) else len(step.keys)))
 
 
-def keys_with(step: Step, outcome: Outcome, verdict: Verdict) -> Sequence[bytes]:
+def keys_with(step: OfKeys, outcome: Outcome, verdict: Verdict) -> Sequence[bytes]:
     """The keys of `step` that came out as `verdict`."""
     count = outcome.verdicts.count(verdict)
     if count in (0, len(step.keys)):

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 
-from tiering.events import ChunksRemoved, Event
+from tiering.events import ChunksRemoved, ChunksStored, Event
 from tiering.metrics import Counters
-from tiering.residency.cascades import STORAGE_MEDIUM
 from tiering.residency.holds import Holds
 from tiering.residency.index import HostIndex
 from tiering.residency.known import KnownKeys
@@ -88,14 +87,16 @@ class PromotionBook:
         good = [verdict is Verdict.HIT for verdict in outcome.verdicts]
         if all(good):
             self._index.fill(step.slots)
-            return []
+            return [ChunksStored(step.tier, step.keys)]
         bad = [slot for slot, is_good in zip(step.slots, good, strict=True) if not is_good]
         self._holds.lose(bad, step.tier)
         self._index.fill(list(compress(step.slots, good)))
         self._index.fail(bad)
-        gone = [*keys_with(step, outcome, Verdict.MISS), *keys_with(step, outcome, Verdict.DAMAGED)]
+        gone = (*keys_with(step, outcome, Verdict.MISS), *keys_with(step, outcome, Verdict.DAMAGED))
         self._known[step.tier].discard(gone)
-        return [ChunksRemoved(STORAGE_MEDIUM, tuple(gone))] if gone else []
+        read = tuple(compress(step.keys, good))
+        told = ((ChunksStored, read), (ChunksRemoved, gone))
+        return [event(step.tier, keys) for event, keys in told if keys]
 
     def _count_late(self, slots: Iterable[int]) -> None:
         fresh = set(slots).difference(self._late)

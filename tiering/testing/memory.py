@@ -17,11 +17,13 @@ from tiering.tiers.base import (
     Delete,
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
     Write,
     WriteOutcome,
+    nobody,
 )
 
 Chunks = dict[bytes, tuple[bytes, int]]
@@ -47,6 +49,7 @@ class MemoryTier(Tier):
         self.reads: dict[bytes, ReadOutcome] = {}
         self.writes: dict[bytes, WriteOutcome] = {}
         self._name = name
+        self._removed: Listener = nobody
         self._gates: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._under_way = 0
@@ -74,6 +77,14 @@ class MemoryTier(Tier):
         """Calls of every operation go on, also of a closed tier. From the loop's thread."""
         while self._gates:
             self._gates.popitem()[1].set()
+
+    def watch(self, removed: Listener) -> None:
+        self._removed = removed
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """For tests: those of `keys` that are here go, as if there were no room. On the loop."""
+        gone = [key for key in keys if self.chunks.pop(key, None) is not None]
+        self._removed(gone)
 
     async def open(self) -> None:
         self.calls.append(("open", ()))

@@ -22,7 +22,18 @@ from tiering.config import StoreConfig
 from tiering.layout import KVLayout, RowLayout
 from tiering.namespace import Namespace
 from tiering.residency.core import Residency
-from tiering.residency.plan import Outcome, Promote, Step, Touch, Verdict
+from tiering.residency.plan import (
+    Found,
+    News,
+    OfKeys,
+    Outcome,
+    Promote,
+    Removed,
+    Step,
+    Survey,
+    Touch,
+    Verdict,
+)
 from tiering.store import TieredStore, namespace_of
 from tiering.testing.faults import FaultyIo
 from tiering.testing.memory import Chunks
@@ -160,7 +171,7 @@ class Ledger:
     """
 
     def __init__(self, core: Residency) -> None:
-        self.out: dict[int, Step] = {}
+        self.out: dict[int, OfKeys] = {}
         self._hints: set[int] = set()
         self._gone: set[tuple[int, bytes]] = set()
         self._take_steps, self._apply = core.take_steps, core.apply
@@ -170,7 +181,7 @@ class Ledger:
     def take_steps(self) -> list[Step]:
         steps = self._take_steps()
         for step in steps:
-            if isinstance(step, Touch):
+            if isinstance(step, Touch | Survey):
                 self._hints.add(step.id)
                 continue
             self.out[step.id] = step
@@ -178,27 +189,35 @@ class Ledger:
                 raise AssertionError(f"step {step.id} promotes a chunk that is known to be gone")
         return steps
 
-    def apply(self, outcomes: Iterable[Outcome]) -> None:
-        outcomes = list(outcomes)
-        for outcome in outcomes:
-            if outcome.id in self._hints:
-                self._hints.remove(outcome.id)
-                continue
-            if outcome.id not in self.out:
-                raise AssertionError(f"an outcome of step {outcome.id}, which is not out")
-            step = self.out[outcome.id]
-            if outcome.final:
-                del self.out[outcome.id]
-            for place, verdict in zip(_places(step), outcome.verdicts, strict=True):
-                if verdict in (Verdict.HIT, Verdict.STORED, Verdict.ALREADY_THERE):
-                    self._gone.discard(place)
-                elif isinstance(step, Promote) and verdict in (Verdict.MISS, Verdict.DAMAGED):
-                    self._gone.add(place)
-        self._apply(outcomes)
+    def apply(self, news: Iterable[News]) -> None:
+        news = list(news)
+        for each in news:
+            if isinstance(each, Outcome):
+                self._settle(each)
+            elif isinstance(each, Removed):
+                self._gone.update(_places(each))
+            else:
+                self._gone.difference_update(_places(each))
+        self._apply(news)
+
+    def _settle(self, outcome: Outcome) -> None:
+        if outcome.id in self._hints:
+            self._hints.remove(outcome.id)
+            return
+        if outcome.id not in self.out:
+            raise AssertionError(f"an outcome of step {outcome.id}, which is not out")
+        step = self.out[outcome.id]
+        if outcome.final:
+            del self.out[outcome.id]
+        for place, verdict in zip(_places(step), outcome.verdicts, strict=True):
+            if verdict in (Verdict.HIT, Verdict.STORED, Verdict.ALREADY_THERE):
+                self._gone.discard(place)
+            elif isinstance(step, Promote) and verdict in (Verdict.MISS, Verdict.DAMAGED):
+                self._gone.add(place)
 
 
-def _places(step: Step) -> list[tuple[int, bytes]]:
-    return [(step.tier, key) for key in step.keys]
+def _places(told: OfKeys | Found | Removed) -> list[tuple[int, bytes]]:
+    return [(told.tier, key) for key in told.keys]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from tiering.errors import TierError
@@ -52,6 +52,9 @@ class Failed:
     error: TierError
 
 
+Listener = Callable[[Sequence[bytes]], None]
+"""Takes keys that are gone, on the loop; does not wait and does not raise."""
+
 ReadOutcome = Read | Failed
 WriteOutcome = Write | Failed
 DeleteOutcome = Delete | Failed
@@ -73,6 +76,13 @@ class Tier(ABC):
     @abstractmethod
     def name(self) -> str:
         """How logs, errors and metrics call this tier, such as `fs:/mnt/kv`."""
+
+    @abstractmethod
+    def watch(self, removed: Listener) -> None:
+        """Before `open`: tell `removed` of chunks that are gone though no outcome of a `read` or
+        `delete` said so, such as those that are evicted. Before a later write of the same chunk
+        can come back as stored; the read or write under way of one that has just gone may still
+        come back as if it were there."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -117,6 +127,10 @@ class Tier(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Finish what is under way and let go of threads and descriptors. May be called twice."""
+
+
+def nobody(removed: Sequence[bytes]) -> None:
+    """The Listener where nobody listens."""
 
 
 def check_buffers(keys: Sequence[bytes], buffers: Sequence[memoryview], chunk_bytes: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tiering.clock import Clock
 from tiering.metrics import Counters
+from tiering.tiers.base import Listener, nobody
 from tiering.tiers.disk import diskio, mounts, temps
 from tiering.tiers.disk.iopool import IoPool, Lane
 from tiering.tiers.disk.paths import FsPaths
@@ -63,14 +64,16 @@ class Books:
         limits: Limits,
         clock: Clock,
         pool: IoPool,
+        removed: Listener = nobody,
     ) -> None:
-        """`clock` counts from 1970."""
+        """`clock` counts from 1970. `removed` is told of what has to go, when that is decided."""
         self._name = name
         self._paths = paths
         self._files = files
         self._limits = limits
         self._clock = clock
         self._pool = pool
+        self._removed = removed
         self._owner = temps.owner_name()
         self._ticks = Ticks(clock)
         self._manifest: Manifest | None = None
@@ -133,14 +136,25 @@ class Books:
             directory, size = self._paths.rank_dir.name, self._files.file_bytes
             return manifest.admit(directory, keys, size, high, low, spared, self._there)
 
-        return await self._ask(admit)
+        return self._told(await self._ask(admit))
 
     async def make_room(self, chunks: int) -> Flight | None:
         """Victims for `chunks` files of ours, whatever the limits say: the disk is full."""
         want = chunks * (self._files.file_bytes + DIRECTORY_BYTES)
         directory = self._paths.rank_dir.name
         spared = frozenset((directory, key) for key in self.reading)
-        return await self._ask(lambda manifest: manifest.evict(want, spared))
+        return self._told(await self._ask(lambda manifest: manifest.evict(want, spared)))
+
+    def _told(self, flight: Flight | None) -> Flight | None:
+        """Say of its victims that they are gone: from now on nobody counts on them. That is before
+        another write of one of them can end, since those ask the manifest after this."""
+        if flight is not None:
+            self._say_gone(flight.victims)
+        return flight
+
+    def _say_gone(self, victims: Iterable[Booked]) -> None:
+        own = self._paths.rank_dir.name
+        self._removed([each.key for each in victims if each.directory == own])
 
     def land(
         self, flight: Flight, arrived: Sequence[bytes], kept: Sequence[Booked] = ()
@@ -246,17 +260,20 @@ class Books:
             self.counters.add("manifest_full")
             log.debug("%s: the manifest cannot be written: %s", self._name, error)
         try:
-            await self._put(self._unlink_oldest)
+            self._say_gone(await self._put(self._unlink_oldest) or ())
             return await self._put(question)
         except ManifestFull:
             return None
 
-    def _unlink_oldest(self, manifest: Manifest) -> None:
-        """Files first, which makes the room to say so; what stays there stays booked."""
+    def _unlink_oldest(self, manifest: Manifest) -> list[Booked]:
+        """Which have gone: files first, which makes the room to say so; what stays there stays
+        booked."""
         victims = manifest.oldest(CHUNKS_WHEN_FULL)
         kept = self._files.remove(victims)
         self.counters.add("evicted", len(victims) - len(kept))
-        manifest.forget_all(victim for victim in victims if victim not in kept)
+        gone = [victim for victim in victims if victim not in kept]
+        manifest.forget_all(gone)
+        return gone
 
     async def _put(self, question: Callable[[Manifest], T]) -> T | None:
         async with self._turn:
@@ -313,6 +330,7 @@ class Books:
             self._files.prune(flight.victims)
             return kept
 
+        self._say_gone(flight.victims)
         await self.land(flight, [], await self._pool.call(Lane.WRITE, remove))
 
     async def _remake(self, broken: Manifest) -> None:

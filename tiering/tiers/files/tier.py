@@ -22,12 +22,14 @@ from tiering.tiers.base import (
     Delete,
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
     Write,
     WriteOutcome,
     check_buffers,
+    nobody,
 )
 from tiering.tiers.disk import configfile, diskio, temps
 from tiering.tiers.disk.diskio import Direct, IoPath
@@ -102,6 +104,7 @@ class FsTier(Tier):
         self._direct: Direct | None = None
         self._open_parts: tuple[ChunkFiles, Books] | None = None
         self._under_way = 0
+        self._removed: Listener = nobody
         self._idle = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -119,6 +122,9 @@ class FsTier(Tier):
             raise ClosedError(f"{self.name} is not open")
         return self._direct
 
+    def watch(self, removed: Listener) -> None:
+        self._removed = removed
+
     async def open(self) -> None:
         """Make the directories, agree on config.json, probe direct I/O, sweep dead temp files,
         open the manifest.
@@ -132,7 +138,15 @@ class FsTier(Tier):
                 config = self._paths.config_dir / CONFIG_NAME
                 await configfile.agree(config, self._namespace.describe())
                 files = await self._pool.call(Lane.WRITE, self._prepare)
-                books = Books(self.name, self._paths, files, self._limits, self._clock, self._pool)
+                books = Books(
+                    self.name,
+                    self._paths,
+                    files,
+                    self._limits,
+                    self._clock,
+                    self._pool,
+                    self._removed,
+                )
                 await books.open()
             except OSError as error:
                 raise diskio.open_error(self.name, self._paths.root, error) from error

@@ -36,6 +36,7 @@ class WritePlan:
     `there`: ready already. `busy`: being written, so ask again when that is over. `full`: no
     slot can be had. For the others, side by side, slots that are now theirs until `commit`,
     `release` or `retire`; `uncleared` are those of `slots` whose record the table may still hold.
+    `evicted`: the keys, of other batches, that had to go for it.
     """
 
     there: list[int] = field(default_factory=list)
@@ -45,6 +46,7 @@ class WritePlan:
     slots: list[int] = field(default_factory=list)
     ticks: list[int] = field(default_factory=list)
     uncleared: frozenset[int] = frozenset()
+    evicted: list[bytes] = field(default_factory=list)
 
 
 class SegmentIndex:
@@ -165,7 +167,7 @@ class SegmentIndex:
                 self._dirty[slot // TICKS_PER_PAGE] = True
             else:
                 new[key] = position
-        slots = self._reserve(len(new))
+        slots, plan.evicted = self._reserve(len(new))
         plan.full = list(new.values())[len(slots) :]
         for (key, position), slot in zip(new.items(), slots, strict=False):
             self._writing[key] = slot
@@ -273,11 +275,13 @@ class SegmentIndex:
         self._last_tick = max(self._last_tick + count, now_tick)
         return self._last_tick
 
-    def _reserve(self, count: int) -> list[int]:
-        """Up to `count` slots, in order, that are being written from now on; evicts for them."""
+    def _reserve(self, count: int) -> tuple[list[int], list[bytes]]:
+        """Up to `count` slots, in order, that are being written from now on, and the keys that had
+        to go for them."""
         usable = min(self._limit, self.n_slots - self.n_retired)
+        evicted: list[bytes] = []
         if self._n_taken + count > usable:
-            self._evict(self._n_taken + count - min(self._low_limit, usable))
+            evicted = self._evict(self._n_taken + count - min(self._low_limit, usable))
         count = min(count, max(0, usable - self._n_taken))
         taken: list[int] = []
         while len(taken) < count:
@@ -291,21 +295,24 @@ class SegmentIndex:
             self._states[part] = _WRITING
             taken += part
         self.n_free -= count
-        return sorted(taken)
+        return sorted(taken), evicted
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int) -> list[bytes]:
         """Up to `count` of the least recently used; fewer where the others are pinned."""
+        evicted: list[bytes] = []
         while count > 0 and (len(self._victims) or self._find_victims(count)):
             slots, ticks = self._victims[:count], self._victim_ticks[:count]
             self._victims, self._victim_ticks = self._victims[count:], self._victim_ticks[count:]
             # Whatever was pinned since was used since, too.
             still = (self._ticks[slots] == ticks) & (self._states[slots] == _READY)
             for slot in slots[still].tolist():
-                self._map.remove(self._key_of(slot))
+                evicted.append(self._key_of(slot))
+                self._map.remove(evicted[-1])
                 self._free(slot)
                 self._free_slots.append(slot)
                 self.n_evicted += 1
                 count -= 1
+        return evicted
 
     def _find_victims(self, count: int) -> bool:
         """Queue the least recently used, many at once, so that a look at all slots is rare."""

@@ -22,12 +22,14 @@ from tiering.tiers.base import (
     Delete,
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
     Write,
     WriteOutcome,
     check_buffers,
+    nobody,
 )
 from tiering.tiers.disk.diskio import IoPath
 from tiering.tiers.disk.iopool import IoPool, Lane
@@ -106,6 +108,7 @@ class SegmentTier(Tier):
         self._n_under_way = 0
         self._is_open = False
         self._is_started = False
+        self._removed: Listener = nobody
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -133,6 +136,9 @@ class SegmentTier(Tier):
         """`direct`, `buffered`, or which for what; ClosedError unless open."""
         self._require_open()
         return str(self._files.direct)
+
+    def watch(self, removed: Listener) -> None:
+        self._removed = removed
 
     async def open(self) -> None:
         """Take the lock, and the index from the table; the slots are read only where the table
@@ -329,6 +335,7 @@ class SegmentTier(Tier):
         some = [keys[at] for at in left]
         await self._grow_for(some)
         plan = self._index.begin_write(some, self._now_tick())
+        self._removed(plan.evicted)
         for at in plan.there:
             outcomes[left[at]] = Write.ALREADY_THERE
         for at in plan.full:

@@ -19,6 +19,7 @@ from tiering.errors import ClosedError, TierError, TieringError
 from tiering.tiers.base import (
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
@@ -110,6 +111,9 @@ class GuardedTier(Tier):
     def state(self) -> GuardState:
         now = self._clock.now()
         return GuardState(self._loads.state(now), self._stores.state(now))
+
+    def watch(self, removed: Listener) -> None:
+        self._inner.watch(removed)
 
     async def open(self) -> None:
         """TierError also where it takes longer than `open_seconds`, or where something of an

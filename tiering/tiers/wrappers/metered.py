@@ -18,6 +18,7 @@ from tiering.tiers.base import (
     GAUGE_PREFIX,
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
@@ -54,6 +55,9 @@ class MeteredTier(Tier):
     @property
     def name(self) -> str:
         return self._inner.name
+
+    def watch(self, removed: Listener) -> None:
+        self._inner.watch(removed)
 
     async def open(self) -> None:
         await self._inner.open()

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from tiering.clock import Clock
-from tiering.tiers.base import DeleteOutcome, ReadOutcome, Tier, Write, WriteOutcome
+from tiering.tiers.base import DeleteOutcome, Listener, ReadOutcome, Tier, Write, WriteOutcome
 
 log = logging.getLogger("tiering")
 
@@ -122,6 +122,9 @@ class PressureTier(Tier):
     @property
     def name(self) -> str:
         return self._inner.name
+
+    def watch(self, removed: Listener) -> None:
+        self._inner.watch(removed)
 
     async def open(self) -> None:
         await self._inner.open()

@@ -24,6 +24,7 @@ from tiering.errors import ClosedError, ConfigError, DamagedChunk, TierError, Ti
 from tiering.tiers.base import (
     DeleteOutcome,
     Failed,
+    Listener,
     Read,
     ReadOutcome,
     Tier,
@@ -74,6 +75,10 @@ class StripedTier(Tier):
         """The first root's and how many more there are."""
         first, others = self._roots[0].name, len(self._roots) - 1
         return f"{first} +{others}" if others else first
+
+    def watch(self, removed: Listener) -> None:
+        for root in self._roots:
+            root.watch(removed)
 
     async def open(self) -> None:
         if self._is_open:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering.engine import Engine
-from tiering.events import ChunksRemoved, Event, EventSink
+from tiering.events import HOST, ChunksRemoved, Event, EventSink
 from tiering.residency.answers import Place, Reservation
-from tiering.residency.index import HOST_MEDIUM
 from tiering.residency.state import NOWHERE
 from tiering_connectors.vllm.meter import TransferMeter
 from tiering_connectors.vllm.offloading.ledger import Ledger
@@ -67,7 +66,7 @@ class Removals:
 
     def publish(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, ChunksRemoved) and event.medium == HOST_MEDIUM:
+            if isinstance(event, ChunksRemoved) and event.tier == HOST:
                 self._keys += event.keys
         self._sink.publish(events)
 
