@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from tiering.config import EngineConfig, FsTierConfig, PressureConfig, TierConfi
 from tiering.device.base import DeviceCopier, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ConfigError
+from tiering.events.catalogue import Catalogue
 from tiering.namespace import Namespace
 from tiering.plugins import Given, load_class
 from tiering.policy.admission import AdmissionPolicy, AdmitAll, SeenOften
@@ -26,6 +28,7 @@ from tiering.policy.base import EvictionPolicy
 from tiering.policy.registry import place_of
 from tiering.residency.core import Residency
 from tiering.tiers.base import Tier
+from tiering.tiers.disk.catalogues import catalogue_path
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
@@ -38,6 +41,7 @@ from tiering_kernels.chunkio import EngineUnavailable
 from tiering_kernels.engines import open_engine
 
 __all__ = [
+    "build_catalogues",
     "build_core",
     "build_host_copier",
     "build_tiers",
@@ -101,6 +105,16 @@ def build_tiers(config: EngineConfig, namespace: Namespace, chunk_bytes: int) ->
                 "let each tier of your own have a name of its own",
             )
     return tiers
+
+
+def build_catalogues(config: EngineConfig, namespace: Namespace) -> dict[int, Catalogue]:
+    """For the tiers that are announced, by number, where their chunks are described: beside them
+    if that is a directory of this machine's. Each begins to work when it is first used."""
+    return {
+        at: Catalogue(partial(catalogue_path, Path(tier.roots[0]), namespace.directory))
+        for at, tier in enumerate(config.secondary_tiers)
+        if tier.enable_kv_events and tier.roots
+    }
 
 
 def _build_tier(

@@ -81,6 +81,7 @@ def listed(value: object) -> object:
 Text = Annotated[str, AfterValidator(_encodable)]
 Directory = Annotated[Text, AfterValidator(_absolute)]
 Locality = Literal["LOCAL", "REMOTE"]
+EventMedium = Literal["STORAGE", "FS", "OBJ"]
 
 
 def _roots(value: object) -> object:

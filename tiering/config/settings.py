@@ -205,8 +205,8 @@ class ConnectorConfig(EngineConfig):
 
     self_describing_kv_events: bool = Field(
         default=False,
-        description="Let events of chunks carry tokens and parents. Accepted, and without "
-        "effect: this version publishes no events yet.",
+        description="Let KV events carry the blocks, tokens and parents of chunks, which a "
+        "router needs to use them. Without it they are placeholders.",
         examples=[True],
     )
     canonical_layout: bool = Field(

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiering.config.fields import BYTES_MAX, Locality, Roots, Settings, Text
+from tiering.config.fields import BYTES_MAX, EventMedium, Locality, Roots, Settings, Text
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import ABSENT, nearest, refused, without_secrets
 
@@ -27,15 +27,22 @@ class TierSettings(Settings):
     type: str
     enable_kv_events: bool = Field(
         default=False,
-        description="Publish an event for each chunk stored here (medium STORAGE). Accepted, and "
-        "without effect: this version publishes no events yet.",
+        description="Publish KV events of what is stored here and what is gone, if vLLM publishes "
+        "any (--kv-events-config).",
         examples=[True],
     )
     locality: Locality | None = Field(
         default=None,
         description="Whether the storage is LOCAL to this server or REMOTE: what the request "
-        "parameter kv_load_tiers is compared with, and what events will say.",
+        "parameter kv_load_tiers is compared with, and what events say. Dynamo 1.6 drops events "
+        "that say REMOTE.",
         examples=["LOCAL"],
+    )
+    event_medium: EventMedium | None = Field(
+        default=None,
+        description="What KV events call the medium. Left out, STORAGE, the only name of these "
+        "that Dynamo 1.6 takes.",
+        examples=["FS"],
     )
     backpressure: PressureConfig | None = Field(
         default=None,

@@ -83,8 +83,16 @@ class CascadeBook:
     def needs_turns(self) -> bool:
         """Whether chunks wait for room, and writes do end: `settle` lets them go. Not for ever:
         a tier from which nothing is heard for `silence_seconds_max` is not waited for."""
-        silence = self._clock.now() - self._moved_at
-        return bool(self.waiting) and silence < self._silence_seconds_max
+        return bool(self.waiting) and not self._is_silent
+
+    @property
+    def writes_end(self) -> bool:
+        """Whether chunks wait or are being written, and writes do end."""
+        return bool(self.waiting or self._out) and not self._is_silent
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._clock.now() - self._moved_at >= self._silence_seconds_max
 
     def is_under_way(self, key: bytes) -> bool:
         """Whether `key` waits to be written to some tier, or is being written."""

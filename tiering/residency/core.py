@@ -362,6 +362,11 @@ class Residency:
         return self._cascades.needs_turns
 
     @property
+    def writes_end(self) -> bool:
+        """Whether chunks are under way to the tiers, and `apply` will soon hear of them."""
+        return self._cascades.writes_end
+
+    @property
     def may_make_room(self) -> bool:
         """Whether a slot that cannot be evicted now will be, without a new request's doing."""
         slots = self.index.slots

@@ -23,10 +23,11 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.events import NoEvents
+from tiering.events import HOST, NoEvents
 from tiering.portal import ThreadPortal
 from tiering.tiers.host import Region
 from tiering.wiring import build_host_copier
+from tiering_connectors.vllm.announcing import Announcing, announcing_for, media_of
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -57,6 +58,7 @@ from tiering_connectors.vllm.worker import Loaded, WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -101,6 +104,7 @@ class TieredConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._growth: Growth | None = None
+        self._announcing: Announcing | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -131,19 +135,28 @@ class TieredConnector(KVConnectorBase_V1):
         # Of all ranks, of which this process has seen the first only.
         self._geometry = replace(self._geometry, share_bytes=region.geometry.share_bytes)
         namespace = namespace_of(self._vllm_config, self._geometry, digests)
-        opened = Opened.over(region, region.geometry.rows, namespace, self._config)
+        rows = region.geometry.rows
+        announcing = announcing_for(
+            self._vllm_config, self._kv_cache_config, self._config, self._geometry, namespace, rows
+        )
+        announced = media_of(self._config) if announcing is not None else {}
+        opened = Opened.over(
+            region, rows, namespace, self._config, [at for at in announced if at != HOST]
+        )
         self._portal = opened.portal
+        self._announcing = announcing
         self._scheduler = half = SchedulerHalf(
-            Engine(opened.core, opened.portal, NoEvents()),
+            Engine(opened.core, opened.portal, announcing or NoEvents()),
             self._geometry,
             self._config.offload_prompt_only,
             MonotonicClock(),
             kinds_of(self._config),
+            announcing,
         )
         self._growth = Growth(opened.tiers, MonotonicClock(), half.meter, half.host_now)
         log.info(
             "TieredConnector: %d chunks in host memory (%s), then %s",
-            region.geometry.rows,
+            rows,
             ", ".join(
                 f"group {group.index}: {group.kind.value}, {group.tokens_per_chunk} tokens a chunk"
                 for group in self._geometry.groups
@@ -184,6 +197,8 @@ class TieredConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
         close(self._portal, self._region)
+        if self._announcing is not None:
+            self._announcing.close()
 
     # Scheduler half
 
@@ -239,6 +254,13 @@ class TieredConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduling().needs_steps
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [] if self._announcing is None else self._announcing.take()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._announcing is not None:
+            self._announcing.bind(gpu_block_pool)
 
     def reset_cache(self) -> bool:
         self._scheduling().reset()

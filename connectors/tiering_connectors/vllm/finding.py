@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tiering.engine import Engine
 from tiering.residency.answers import Place
+from tiering_connectors.vllm.announcing import Announcing
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Kind
 from tiering_connectors.vllm.spans import (
@@ -29,7 +30,10 @@ from tiering_connectors.vllm.tracked import END, Load, Tracked, floor_to, interl
 class Finder:
     """Part of the scheduler half; same owner, same rules."""
 
-    def __init__(self, engine: Engine, geometry: Geometry) -> None:
+    def __init__(
+        self, engine: Engine, geometry: Geometry, announcing: Announcing | None = None
+    ) -> None:
+        self._announcing = announcing
         self._engine = engine
         self._core = engine.core
         self._geometry = geometry
@@ -183,11 +187,20 @@ class Finder:
             # Nothing to wait for: pinned when there are blocks to copy to.
             core.release(owner)
             return load.tokens
+        if self._announcing is not None:
+            self._announcing.expect(tracked, self._missing(load))
         if not core.hold(owner, load.keys):
             tracked.deferred_at = core.changes
             return None
         tracked.promoted_from = load.host_end
         return load.tokens if core.held(owner) == len(load.keys) else None
+
+    def _missing(self, load: Load) -> list[tuple[int, int]]:
+        """The chunks that have to be brought to the host tier."""
+        places = self._core.index.places(self._core.index.lookup(load.keys))
+        return [
+            chunk for chunk, place in zip(load.chunks, places, strict=True) if place == Place.ABSENT
+        ]
 
     def claim(self, tracked: Tracked, end: int) -> dict[tuple[int, int], int] | None:
         """For the copy up to `end`, which `find` promised: each chunk, as the group's position and

@@ -8,7 +8,7 @@ is for start and end only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,15 @@ class Opened:
 
     @classmethod
     def over(
-        cls, region: Region, slots: int, namespace: Namespace, config: ConnectorConfig
+        cls,
+        region: Region,
+        slots: int,
+        namespace: Namespace,
+        config: ConnectorConfig,
+        surveyed: Collection[int] = (),
     ) -> Opened:
-        """Open them; says what is wrong with the namespace's hashes, if anything is."""
+        """Open them; says what is wrong with the namespace's hashes, if anything is. `surveyed`:
+        the tiers that are announced."""
         tiers = build_tiers(config, namespace, region.geometry.row_bytes)
         names = [tier.name for tier in tiers]
         warning = hash_warning(namespace.hash_algorithm, namespace.hash_seed, names)
@@ -96,7 +102,8 @@ class Opened:
             log.warning("%s", warning)
         portal = ThreadPortal(tiers, region.row)
         portal.start()
-        return cls(build_core(config, slots, len(tiers)), portal, tiers)
+        core = build_core(config, slots, len(tiers), surveyed=surveyed)
+        return cls(core, portal, tiers)
 
     def describe_tiers(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "no other tier"

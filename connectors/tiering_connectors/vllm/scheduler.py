@@ -16,6 +16,7 @@ import numpy as np
 from tiering.clock import Clock
 from tiering.device.base import BlockMap
 from tiering.engine import Engine
+from tiering_connectors.vllm.announcing import Announcing
 from tiering_connectors.vllm.finding import Finder
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.jobs import Job, JobBook
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 class SchedulerHalf:
     """One for each engine (for each data-parallel replica). `tiers`: what a request may choose
-    the secondary tiers by. `meter` is told of copies and lookups."""
+    the secondary tiers by. `meter` is told of copies and lookups, `announcing`, if any, of what
+    may come to the tiers."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class SchedulerHalf:
         offload_prompt_only: bool,
         clock: Clock,
         tiers: Sequence[TierKind] = (),
+        announcing: Announcing | None = None,
     ) -> None:
         self.meter = TransferMeter()
         self._clock = clock
@@ -51,8 +54,11 @@ class SchedulerHalf:
         self._tiers = tiers
         self._jobs = JobBook(geometry.world)
         self._keys = KeyMaker(geometry)
-        self._finder = Finder(engine, geometry)
-        self._storer = Storer(engine.core, geometry, self._jobs, self.meter, offload_prompt_only)
+        self._announcing = announcing
+        self._finder = Finder(engine, geometry, announcing)
+        self._storer = Storer(
+            engine.core, geometry, self._jobs, self.meter, offload_prompt_only, announcing
+        )
         self._requests: dict[str, Tracked] = {}
         # Those that may have something to store.
         self._storing: set[str] = set()
@@ -149,6 +155,8 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepOrders:
         """This step's orders to the workers."""
+        if self._announcing is not None:
+            self._announcing.look_for_device_reset()
         self._engine.pump()
         step, self._step = self._step, StepOrders()
         scheduled = output.num_scheduled_tokens
@@ -230,12 +238,16 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
+        if self._announcing is not None:
+            self._announcing.look_for_device_reset()
         self._keys.mask = secrets.randbits(256)
         for tracked in self._requests.values():
             tracked.keys = self._no_keys()
             tracked.is_stale = True
         self._core.reset()
         self._engine.pump()
+        if self._announcing is not None:
+            self._announcing.masked(self._keys.mask)
 
     def counters(self) -> dict[str, int]:
         """What the core has counted so far."""
@@ -248,8 +260,12 @@ class SchedulerHalf:
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must keep stepping though nothing is scheduled: to hear of copies
-        that end, or because chunks could not all be given to the tiers at once."""
-        return bool(len(self._jobs)) or self._core.needs_turns
+        that end, or because chunks could not all be given to the tiers at once, or because there
+        is, or soon will be, something to announce."""
+        if len(self._jobs) or self._core.needs_turns:
+            return True
+        announcing = self._announcing
+        return announcing is not None and (announcing.needs_steps or self._core.writes_end)
 
     def _forget(self, owner: str) -> None:
         del self._requests[owner]
@@ -262,6 +278,8 @@ class SchedulerHalf:
             limits = RequestLimits.of(request.kv_transfer_params, self._tiers)
             tracked = Tracked(request, limits, self._no_keys())
             self._requests[tracked.owner] = tracked
+            if self._announcing is not None:
+                self._announcing.request_came()
             self._core.open(tracked.owner)
             if limits.load_tiers is not None:
                 self._core.restrict(tracked.owner, limits.load_tiers)

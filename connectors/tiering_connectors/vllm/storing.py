@@ -16,6 +16,7 @@ import numpy as np
 
 from tiering.device.base import BlockMap
 from tiering.residency.core import Residency
+from tiering_connectors.vllm.announcing import Announcing
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.jobs import JobBook
@@ -39,8 +40,10 @@ class Storer:
         jobs: JobBook,
         meter: TransferMeter,
         prompt_only: bool,
+        announcing: Announcing | None = None,
     ) -> None:
         self._core = core
+        self._announcing = announcing
         self._meter = meter
         self._geometry = geometry
         self._jobs = jobs
@@ -76,6 +79,8 @@ class Storer:
             self._core.unfilled(gone)
         if not slots:
             return None
+        if self._announcing is not None:
+            self._announcing.expect(tracked, where)
         job = self._jobs.add_store(slots, blocks_of(parts))
         return CopyJob(job.job_id, parts)
 

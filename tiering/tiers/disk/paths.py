@@ -1,6 +1,7 @@
 """Where everything of an fs tier lies under its root: pure path arithmetic.
 
     <root>/<namespace>/config.json
+    <root>/<namespace>/catalogue.sqlite3       what chunks hold, for KV events
     <root>/<namespace>/tmp_r<rank>/            chunks that are being written
     <root>/<namespace>/quarantine_r<rank>/     damaged chunks, kept for whoever looks into it
     <root>/<namespace>_r<rank>/<hhh>/<hh>_g<group>/<hash_hex>.bin
@@ -26,6 +27,7 @@ TEMP_SUFFIX = ".tmp"
 STAGING_NAME = "tmp_r"
 QUARANTINE_NAME = "quarantine_r"
 MANIFEST_NAME = ".manifest"
+CATALOGUE_NAME = "catalogue.sqlite3"
 
 _DIRECTORY = re.compile(r"(?P<namespace>(?P<model>.*)_(?P<digest>[0-9a-f]{12}))(_r(?P<rank>\d+))?")
 _SHARD = re.compile(r"[0-9a-f]{2,3}")

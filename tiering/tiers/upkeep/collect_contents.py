@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import (
+    CATALOGUE_NAME,
     CHUNK_SUFFIX,
     CONFIG_NAME,
     QUARANTINE_NAME,
@@ -27,6 +28,7 @@ from tiering.tiers.upkeep.namespaces import NamespaceDirs
 
 _GROUP = re.compile(r"[0-9a-f]{0,2}_g\d{1,10}")
 _SEGMENT = re.compile(r"segment-\d{5,}\.kv")
+_FILES = (CONFIG_NAME, *(CATALOGUE_NAME + end for end in ("", "-wal", "-shm")))
 _BESIDE = re.compile(rf"({STAGING_NAME}|{QUARANTINE_NAME})\d+")
 
 
@@ -76,7 +78,7 @@ class _Walk:
                 for _ in self._directories([child], lambda name: True):
                     self._files(child.path, _is_temp if is_staging else _is_chunk)
             else:
-                self._file(child, child.name == CONFIG_NAME or _is_temp(child.name))
+                self._file(child, child.name in _FILES or _is_temp(child.name))
         for rank_dir in dirs.ranks.values():
             for shard in self._directories(diskio.children(rank_dir), is_shard):
                 self._shard(shard)

@@ -1,0 +1,300 @@
+"""From chunks to blocks: what the core says becomes the events that routers understand.
+
+Owns what of each tier counts as there, the descriptions of what is in host memory, and the events
+not yet taken. Each block is announced once in each medium and removed once, whatever the core says
+twice or late. A chunk that nobody can describe is not announced, and counted. Sans-IO, on the
+core's thread; nothing here waits. Used as the core's EventSink.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from tiering.clock import Clock
+from tiering.events.blocks import AllBlocksCleared, BlockEvent
+from tiering.events.catalogue import Catalogue, Suspects
+from tiering.events.channels import Channel, Medium, Outbox
+from tiering.events.chunks import (
+    HOST,
+    ChunksCleared,
+    ChunksRemoved,
+    ChunksStored,
+    Event,
+    SurveyBegan,
+    SurveyEnded,
+)
+from tiering.events.descriptions import HASH_BYTES, Description, Shape
+from tiering.events.holdings import Holdings
+from tiering.keys import GROUP_BYTES
+from tiering.metrics import Counters
+
+BLOCKS_AT_ONCE = 4096
+"""What `take` gives at a time, unless told otherwise: a router is not flooded by a full disk."""
+
+CHUNKS_AT_ONCE = 512
+"""What is looked at in one call of what has been put off."""
+
+COUNTERS = ("events_undescribed",)
+
+
+class Announcer:
+    """`media`: how each tier, by its number or HOST, is announced; those left out are not.
+    `catalogues`: where those that outlive this engine have their chunks described. Without
+    `self_describing` events are placeholders, which say a chunk's last hash and nothing else."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        media: Mapping[int, Medium],
+        catalogues: Mapping[int, Catalogue],
+        clock: Clock,
+        *,
+        self_describing: bool = True,
+        descriptions_max: int = 1 << 16,
+    ) -> None:
+        """`clock` counts from 1970. `descriptions_max`: over twice the host tier's slots."""
+        self._suffix = shape.suffix
+        self._outbox = Outbox(shape)
+        self._holdings = {tier: Holdings() for tier in media}
+        by_medium: dict[Medium, list[Holdings]] = {}
+        for tier, medium in media.items():
+            by_medium.setdefault(medium, []).append(self._holdings[tier])
+        channels = {
+            medium: Channel(medium, holdings, shape, self._outbox)
+            for medium, holdings in by_medium.items()
+        }
+        self._channels = {tier: channels[medium] for tier, medium in media.items()}
+        self._all_channels = tuple(channels.values())
+        self._all_catalogues = tuple(catalogues.values())
+        self._catalogues = dict(catalogues)
+        self._clock = clock
+        self._self_describing = self_describing
+        self._descriptions_max = descriptions_max
+        self._described: dict[bytes, Description] = {}
+        # There, and to be announced once they are described, by tier.
+        self._wanted: dict[int, dict[bytes, None]] = {tier: {} for tier in catalogues}
+        # There, and nobody could describe them.
+        self._undescribed: dict[bytes, None] = {}
+        # To be announced again.
+        self._again: deque[bytes] = deque()
+        self._surveyed_since: dict[int, float] = {}
+        self._is_cleared = False
+        self._mask = 0
+        self.counters = Counters(COUNTERS)
+
+    @property
+    def describes(self) -> bool:
+        """Whether `expect` is of use."""
+        return self._self_describing
+
+    # What others tell
+
+    def expect(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
+        """These chunks may come to host memory soon."""
+        self._described.update(zip(keys, described, strict=True))
+        if len(self._described) > self._descriptions_max:
+            self._sweep()
+
+    def publish(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, ChunksStored):
+                if event.tier in self._channels:
+                    self._stored(event.tier, event.keys)
+            elif isinstance(event, ChunksRemoved):
+                if event.tier in self._channels:
+                    self._removed(event.tier, event.keys)
+            elif isinstance(event, ChunksCleared):
+                self._cleared()
+            elif event.tier in self._channels:
+                self._surveyed(event)
+
+    def restart(self) -> None:
+        """This engine is a new one: whatever was announced under its name is not so."""
+        self._outbox.add(AllBlocksCleared())
+
+    def device_was_reset(self) -> None:
+        """Routers were told that nothing is anywhere. What is still there is announced again."""
+        self._outbox.clear()
+        self._again.clear()
+        for channel in self._all_channels:
+            channel.forget()
+        for holdings in self._holdings.values():
+            self._again.extend(holdings.keys())
+
+    def masked(self, mask: int) -> None:
+        """From now on keys are hashes that were XORed with `mask`, an integer of any size."""
+        self._mask = mask & ((1 << 8 * HASH_BYTES) - 1)
+
+    # What is to be published
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `take` has something now, or will have without anyone's doing."""
+        return (
+            bool(self._outbox or self._again)
+            or any(self._wanted.values())
+            or any(holdings.has_lost for holdings in self._holdings.values())
+            or any(catalogue.is_asked for catalogue in self._catalogues.values())
+        )
+
+    def take(self, blocks_max: int = BLOCKS_AT_ONCE) -> list[BlockEvent]:
+        """The next events, up to about so many blocks."""
+        self._hear()
+        for tier, holdings in self._holdings.items():
+            self._gone(tier, holdings.take_lost(CHUNKS_AT_ONCE))
+        if self._outbox.blocks < blocks_max:
+            for _ in range(min(CHUNKS_AT_ONCE, len(self._again))):
+                self._announce_again(self._again.popleft())
+            self._ask()
+        return self._outbox.take(blocks_max)
+
+    def close(self) -> None:
+        """Let go of the catalogues; may wait for them for some seconds."""
+        for catalogue in self._all_catalogues:
+            catalogue.close()
+
+    # Chunks
+
+    def _stored(self, tier: int, keys: Sequence[bytes]) -> None:
+        holdings, channel = self._holdings[tier], self._channels[tier]
+        keepable: list[tuple[bytes, Description]] = []
+        for key in keys:
+            if not key.endswith(self._suffix):
+                continue
+            told = self._described.get(key)
+            if self._is_cleared and told is None and key not in holdings:
+                continue  # left over from before, and not looked for any more
+            if told is not None and key in self._undescribed:
+                self._describe_late(key, told)
+            if not holdings.add(key):
+                continue
+            if told is not None and tier in self._catalogues:
+                keepable.append((key, told))
+            if key not in channel:
+                self._announce(tier, channel, key, told)
+        if keepable:
+            self._catalogues[tier].keep(keepable)
+
+    def _announce(self, tier: int, channel: Channel, key: bytes, told: Description | None) -> None:
+        if not self._self_describing:
+            end = key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES]
+            channel.announce_bare(key, int.from_bytes(end, "big") ^ self._mask)
+        elif told is not None:
+            channel.announce(key, told)
+        elif tier in self._catalogues:
+            self._wanted[tier][key] = None
+        else:
+            self._count_undescribed([key])
+
+    def _count_undescribed(self, keys: Sequence[bytes]) -> None:
+        self.counters.add("events_undescribed", len(keys))
+        self._undescribed.update(dict.fromkeys(keys))
+
+    def _describe_late(self, key: bytes, told: Description) -> None:
+        """Nobody could describe it before, and now that it comes to host memory somebody can."""
+        del self._undescribed[key]
+        self._tell_everywhere(key, told)
+        for tier, catalogue in self._catalogues.items():
+            if key in self._holdings[tier]:
+                catalogue.keep([(key, told)])
+
+    def _removed(self, tier: int, keys: Sequence[bytes]) -> None:
+        holdings = self._holdings[tier]
+        self._gone(tier, [key for key in keys if holdings.discard(key)])
+
+    def _gone(self, tier: int, keys: Sequence[bytes]) -> None:
+        """They were held by `tier` until now."""
+        if not keys:
+            return
+        channel = self._channels[tier]
+        for key in keys:
+            if not channel.is_held(key):
+                channel.withdraw(key)
+        if self._undescribed:
+            for key in keys:
+                self._undescribed.pop(key, None)
+        if tier == HOST:
+            for key in keys:
+                self._described.pop(key, None)
+        if tier in self._catalogues:
+            for key in keys:
+                self._wanted[tier].pop(key, None)
+            self._catalogues[tier].forget(keys)
+
+    def _cleared(self) -> None:
+        """Chunks from before have other keys than those that are looked for now: what is still
+        said of them is of no use to anyone, and what is on the disk is not looked for."""
+        for channel in self._all_channels:
+            channel.withdraw_all()
+        for holdings in self._holdings.values():
+            holdings.clear()
+        for some in (self._described, self._undescribed, self._wanted, self._again):
+            some.clear()
+        self._catalogues.clear()
+        self._is_cleared = True
+
+    def _surveyed(self, event: SurveyBegan | SurveyEnded) -> None:
+        tier, holdings = event.tier, self._holdings[event.tier]
+        if isinstance(event, SurveyBegan):
+            holdings.begin_survey()
+            self._surveyed_since[tier] = self._clock.now()
+            return
+        holdings.end_survey(is_whole=event.is_whole)
+        if event.is_whole and tier in self._catalogues:
+            self._catalogues[tier].suspect(self._surveyed_since[tier])
+
+    # Descriptions
+
+    def _hear(self) -> None:
+        """What the catalogues have answered."""
+        for tier, catalogue in self._catalogues.items():
+            holdings = self._holdings[tier]
+            for answer in catalogue.take():
+                if isinstance(answer, Suspects):
+                    if gone := [key for key in answer.keys if key not in holdings]:
+                        catalogue.forget(gone)
+                    continue
+                self._count_undescribed([key for key in answer.missing if key in holdings])
+                for key, told in answer.described:
+                    self._tell_everywhere(key, told)
+
+    def _tell_everywhere(self, key: bytes, told: Description) -> None:
+        for channel in self._all_channels:
+            if key not in channel and channel.is_held(key):
+                channel.announce(key, told)
+
+    def _announce_again(self, key: bytes) -> None:
+        if self._self_describing and (told := self._described.get(key)) is not None:
+            self._tell_everywhere(key, told)
+            return
+        for tier, channel in self._channels.items():
+            if key not in channel and key in self._holdings[tier]:
+                self._announce(tier, channel, key, None)
+
+    def _ask(self) -> None:
+        """The catalogues, for as many as can be published soon."""
+        for tier, wanted in self._wanted.items():
+            catalogue = self._catalogues[tier]
+            if wanted and not catalogue.is_asked:
+                keys = list(islice(wanted, CHUNKS_AT_ONCE))
+                if catalogue.ask(keys):
+                    for key in keys:
+                        del wanted[key]
+
+    def _sweep(self) -> None:
+        """Drop descriptions of what never came, the oldest first; those of the chunks that are
+        there stay."""
+        host = self._holdings.get(HOST, ())
+        spare = len(self._described) - self._descriptions_max * 3 // 4
+        for key in list(self._described):
+            if spare <= 0:
+                break
+            if key not in host:
+                del self._described[key]
+                spare -= 1
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{len(each)} in {each.medium.name}" for each in self._all_channels)
+        return f"<Announcer {told}, {len(self._outbox)} events to take>"

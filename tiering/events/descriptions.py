@@ -1,0 +1,107 @@
+"""What a chunk is to a router: the blocks that it is made of, and what their hashes stand for.
+
+Compact, since one is kept for every chunk in host memory, and written beside what a disk keeps: a
+chunk's key says neither its tokens nor its blocks. Pure values.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tiering.events.blocks import ExtraKeys
+from tiering.keys import GROUP_BYTES
+
+HASH_BYTES = 8
+"""Of a block's hash the last so many are told, as an integer: that is what vLLM does."""
+
+TOKEN_BYTES = 4
+_UINT32 = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all chunks that are told of have in common: those of the KV cache group `group`, each of
+    `blocks_per_chunk` blocks of `block_tokens` tokens. `kind` and `sliding_window` are vLLM's
+    words for what the group keeps."""
+
+    group: int
+    block_tokens: int
+    blocks_per_chunk: int
+    kind: str | None = None
+    sliding_window: int | None = None
+
+    @property
+    def suffix(self) -> bytes:
+        """What the keys of the group end with."""
+        return self.group.to_bytes(GROUP_BYTES, "big")
+
+
+class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of one chunk: `hashes` of its blocks, HASH_BYTES each, big-endian; the `parent` block's hash,
+    None at the beginning of a prompt; `tokens`, TOKEN_BYTES each, little-endian; the LoRA's name,
+    and what else each block's hash was made of."""
+
+    hashes: bytes
+    parent: int | None
+    tokens: bytes
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Description).decode
+
+
+def describe(
+    shape: Shape,
+    tokens: Sequence[int],
+    hashes: Sequence[bytes],
+    parent_hash: bytes | None = None,
+    lora_name: str | None = None,
+    extra_keys: ExtraKeys | None = None,
+) -> list[Description]:
+    """Of chunks that follow one another, from the `tokens` and `hashes`, whole, of all of their
+    blocks, and that of the block before them. `extra_keys` has an item for each block.
+    OverflowError for a token that is no unsigned 32-bit integer, which routers cannot take."""
+    per_chunk = shape.blocks_per_chunk
+    packed = array(_UINT32, tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    rows = packed.tobytes()
+    short = [block_hash[-HASH_BYTES:] for block_hash in hashes]
+    parent = None if parent_hash is None else int.from_bytes(parent_hash[-HASH_BYTES:], "big")
+    row_bytes = shape.block_tokens * per_chunk * TOKEN_BYTES
+    described = []
+    for at in range(len(hashes) // per_chunk):
+        blocks = slice(at * per_chunk, (at + 1) * per_chunk)
+        own = short[at] if per_chunk == 1 else b"".join(short[blocks])
+        extra = None if extra_keys is None else list(extra_keys[blocks])
+        row = rows[at * row_bytes : (at + 1) * row_bytes]
+        described.append(Description(own, parent, row, lora_name, extra))
+        parent = int.from_bytes(own[-HASH_BYTES:], "big")
+    return described
+
+
+def integers(hashes: bytes) -> list[int]:
+    """The hashes one by one."""
+    if len(hashes) == HASH_BYTES:
+        return [int.from_bytes(hashes, "big")]
+    return [
+        int.from_bytes(hashes[at : at + HASH_BYTES], "big")
+        for at in range(0, len(hashes), HASH_BYTES)
+    ]
+
+
+def token_ids(tokens: bytes) -> list[int]:
+    """The tokens one by one."""
+    found = array(_UINT32)
+    found.frombytes(tokens)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()

@@ -1,0 +1,74 @@
+"""Which chunks a tier has, and which of them a survey of it has not met.
+
+A survey names all that a tier holds, in pieces, while chunks come and go. What was there before it
+began and has been heard of by nobody when it ends is not there. Nothing here takes time that grows
+with the number of chunks, but for a survey that was broken off.
+"""
+
+from __future__ import annotations
+
+
+class Holdings:
+    """Of one tier."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[bytes, None] = {}
+        # From before the survey under way, or, if none is, before the last one, which has not met
+        # them.
+        self._older: dict[bytes, None] = {}
+        self._is_surveyed = False
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self._older)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._fresh or key in self._older
+
+    def keys(self) -> list[bytes]:
+        return [*self._fresh, *self._older]
+
+    def add(self, key: bytes) -> bool:
+        """It is there; whether that is news."""
+        if key in self._fresh:
+            return False
+        self._fresh[key] = None
+        if key not in self._older:
+            return True
+        del self._older[key]
+        return False
+
+    def discard(self, key: bytes) -> bool:
+        """It is not there; whether that is news."""
+        for some in (self._fresh, self._older):
+            if key in some:
+                del some[key]
+                return True
+        return False
+
+    def clear(self) -> None:
+        self._fresh.clear()
+        self._older.clear()
+
+    def begin_survey(self) -> None:
+        if self._older:
+            self._older.update(self._fresh)
+        else:
+            self._older = self._fresh
+        self._fresh = {}
+        self._is_surveyed = True
+
+    def end_survey(self, *, is_whole: bool) -> None:
+        self._is_surveyed = False
+        if not is_whole:
+            self._older.update(self._fresh)
+            self._fresh, self._older = self._older, {}
+
+    def take_lost(self, count: int) -> list[bytes]:
+        """Up to `count` of those that the last survey has not met; they are not there any more."""
+        if self._is_surveyed or not self._older:
+            return []
+        return [self._older.popitem()[0] for _ in range(min(count, len(self._older)))]
+
+    @property
+    def has_lost(self) -> bool:
+        return not self._is_surveyed and bool(self._older)
