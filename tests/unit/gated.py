@@ -17,7 +17,20 @@ import numpy.typing as npt
 from tiering.device.base import BlockMap, DeviceCopier, HostPages
 from tiering.errors import CopyError
 from tiering.layout import ShareLayout
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Found,
+    News,
+    Outcome,
+    Promote,
+    Removed,
+    Step,
+    Survey,
+    Touch,
+    Verdict,
+)
 
 GARBAGE = 0xDD
 GATHER, SCATTER = "gather", "scatter"
@@ -34,7 +47,7 @@ class GatedPortal:
         self.submitted: list[Step] = []
         self.reads_to_fail = 0
         self._sources: dict[int, bytes] = {}
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[News] = []
 
     def submit(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -43,14 +56,24 @@ class GatedPortal:
             elif isinstance(step, Cascade):
                 self._sources[step.id] = self.rows[list(step.slots)].tobytes()
         self.submitted += steps
-        self.steps += [step for step in steps if not isinstance(step, Touch)]
+        self.steps += [step for step in steps if not isinstance(step, Touch | Survey)]
+        for step in steps:
+            if isinstance(step, Survey):
+                found = tuple(self.stored[step.tier])
+                self._outcomes += [Found(step.tier, found), Outcome(step.id, ())]
         # Nothing comes of a touch, and nobody waits for it.
         touches = [step for step in steps if isinstance(step, Touch)]
         self._outcomes += [Outcome(step.id, ()) for step in touches]
 
-    def drain(self) -> list[Outcome]:
+    def drain(self) -> list[News]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def evict(self, tier: int, keys: Collection[bytes]) -> None:
+        """They have to make room."""
+        for key in keys:
+            del self.stored[tier][key]
+        self._outcomes.append(Removed(tier, tuple(keys)))
 
     def late(self, step: Promote) -> None:
         """Its deadline is over, but the tier is still at it."""

@@ -30,6 +30,9 @@ class Request:
     is_resumed: bool = False
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    cache_salt: str | None = None
+    mm_features: tuple[()] = ()
     blocks: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
 
@@ -37,6 +40,10 @@ class Request:
         self.num_prompt_tokens = len(self.tokens)
         self._stamps: dict[int, list[int]] = {}
         self.hash_more()
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def num_tokens(self) -> int:

@@ -22,11 +22,13 @@ from mini_blocks import BlockPool, Request
 from mini_device import RankDevice
 from mini_groups import BLOCK, full, geometry_for, numbered
 from mini_tables import Tables
+from routers import Listener
 from tiering.engine import Engine
 from tiering.events import NoEvents
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
+from tiering.residency.surveys import SURVEY_SECONDS
 from tiering.testing.clocks import ManualClock
 from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
@@ -57,6 +59,7 @@ class MiniVllm:
         prompt_only: bool = False,
         token_budget: int = 64,
         running_max: int = 4,
+        is_listened_to: bool = True,
     ) -> None:
         # Block 0 is nobody's.
         device_blocks += 1
@@ -70,9 +73,13 @@ class MiniVllm:
         self.clock = ManualClock()
         self.rows = np.full((slots, geometry.row.payload_bytes), 0xEE, np.uint8)
         self.portal = GatedPortal(self.rows, tiers)
-        self.core = Residency(slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS)
-        engine = Engine(self.core, self.portal, NoEvents())
-        self.half = SchedulerHalf(engine, geometry, prompt_only, self.clock, tier_kinds)
+        self.core = Residency(
+            slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS, surveyed=range(tiers)
+        )
+        self.listener = Listener(geometry, tiers, slots, self.clock)
+        announcing = self.listener.announcing if is_listened_to else None
+        engine = Engine(self.core, self.portal, announcing or NoEvents())
+        self.half = SchedulerHalf(engine, geometry, prompt_only, self.clock, tier_kinds, announcing)
         self.devices, self.copiers, self.workers = [], [], []
         for rank in range(ranks):
             own = geometry.share_of(rank)
@@ -94,6 +101,7 @@ class MiniVllm:
         self.loaded_tokens: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.epoch = 0
+        self._is_listened_to = is_listened_to
         self._token_budget = token_budget
         self._running_max = running_max
         self._received: set[str] = set()
@@ -135,7 +143,9 @@ class MiniVllm:
         if is_idle:
             self.pool.forget()
             self.epoch += 1
+            self.listener.device_was_reset()
         self.half.reset()
+        self.listener.all_was_reset()
         return is_idle
 
     def forget_device(self, request: Request | None = None, keep: int = 0) -> None:
@@ -175,6 +185,7 @@ class MiniVllm:
         self._compute_on(output)
         (self._take_bad_blocks(bad) if self._names_blocks else self._take_failed(failed))
         self._take_results(loaded, told)
+        self.listener.listen()
         self.check()
         return orders
 
@@ -203,7 +214,13 @@ class MiniVllm:
                 break
             self.release()
             self.step()
+        self.clock.advance(SURVEY_SECONDS)
+        while self.half.needs_steps:
+            self.step()
         self.step()
+        self.step()
+        if self._is_listened_to:
+            self.listener.check_at_rest(self.core, self.portal)
         slots = self.core.index.slots
         assert not slots.load_pins.any()
         assert not slots.write_pins.any()

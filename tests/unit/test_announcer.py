@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from routers import CPU, DISK, FAR, Router
 from tiering.events import (
     HOST,
     ChunksCleared,
@@ -22,13 +23,11 @@ from tiering.events import (
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from tiering.events.catalogue import Catalogue, Told
-from tiering.events.channels import Medium
 from tiering.events.descriptions import Shape, describe, integers, token_ids
 from tiering.keys import chunk_key
 from tiering.testing.clocks import ManualClock
 
 BLOCK = 4
-CPU, DISK, FAR = Medium("CPU"), Medium("STORAGE"), Medium("STORAGE", "REMOTE")
 MEDIA = {HOST: CPU, 0: DISK, 1: DISK, 2: FAR}
 
 
@@ -72,38 +71,6 @@ class Prompt:
 
     def integers(self) -> list[int]:
         return [int.from_bytes(each[-8:], "big") for each in self.hashes]
-
-
-class Router:
-    """What a router knows, which wants each residency once."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[Medium, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
-
-    def take(self, events: Sequence[BlockEvent]) -> None:
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                self.blocks.clear()
-                continue
-            there = self.blocks.setdefault(Medium(event.medium or "", event.locality), {})
-            if isinstance(event, BlockRemoved):
-                for block in event.block_hashes:
-                    assert isinstance(block, int)
-                    assert block in there, "removed what was not there"
-                    del there[block]
-                continue
-            parent = event.parent_block_hash
-            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-            for at, block in enumerate(event.block_hashes):
-                assert isinstance(block, int)
-                assert block not in there, "stored twice"
-                own = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
-                assert parent is None or isinstance(parent, int)
-                there[block] = parent, tuple(own)
-                parent = block
-
-    def held(self, medium: Medium) -> set[int]:
-        return set(self.blocks.get(medium, ()))
 
 
 def clock_at(seconds: float) -> ManualClock:

@@ -83,6 +83,7 @@ def test_every_key_is_in_a_table_with_its_default(model_class: type[BaseModel]) 
     in_words = {
         "block_size": "one block",
         "locality": "unspecified",
+        "event_medium": "`STORAGE`",
         "blocks_per_chunk": "`1`",
         "max_bytes": "no bound",
         "min_free_bytes": "5 %, at most 20 GiB",

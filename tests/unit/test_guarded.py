@@ -55,7 +55,7 @@ async def test_each_method_of_a_tier_reaches_the_inner_one() -> None:
         assert tier.name == inner.name
         assert tier.stats()["now_chunks"] == 1
     assert [name for name, _ in inner.calls if name in ("open", "close")] == ["open", "close"]
-    elsewhere = {"name", "stats", "scan", "open", "close"}
+    elsewhere = {"name", "stats", "scan", "open", "close", "watch"}
     assert Tier.__abstractmethods__ == set(uses) | elsewhere
 
 

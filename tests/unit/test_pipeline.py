@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 
 from tiering.errors import ClosedError, DamagedChunk, TierError
 from tiering.pipeline.inflight import Inflight
 from tiering.pipeline.transfers import Transfers
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Found,
+    News,
+    Outcome,
+    Promote,
+    Removed,
+    Step,
+    Survey,
+    Verdict,
+)
 from tiering.testing.examples import CHUNK_BYTES, key_number, payload_of
 from tiering.testing.memory import MemoryTier, checked
 from tiering.tiers.base import Failed, Read, ReadOutcome, Write
@@ -38,10 +51,14 @@ class Shell:
     def __init__(self) -> None:
         self.tiers = [MemoryTier(name="one"), MemoryTier(name="two")]
         self.slots = [bytearray(CHUNK_BYTES) for _ in range(8)]
-        self.outcomes: list[Outcome] = []
+        self.news: list[News] = []
         self.transfers = Transfers(
-            self.tiers, lambda slot: memoryview(self.slots[slot]), self.outcomes.append
+            self.tiers, lambda slot: memoryview(self.slots[slot]), self.news.append
         )
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [each for each in self.news if isinstance(each, Outcome)]
 
     def keep(self, *keys: bytes) -> None:
         self.tiers[0].chunks.update({key: checked(payload_of(key)) for key in keys})
@@ -321,3 +338,86 @@ async def test_a_bug_ends_the_shell_instead_of_hiding(
     assert raised.group_contains(error)
     assert shell.outcomes == [Outcome(1, (Verdict.FAILED,))]
     assert not any(tier.is_open for tier in shell.tiers)
+
+
+# What tiers say unasked, and surveys
+
+
+async def test_an_eviction_is_told_of_at_once(shell: Shell) -> None:
+    shell.keep(A, B)
+    shell.tiers[0].evict([B, C])
+    assert shell.news == [Removed(0, (B,))]
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+async def test_an_eviction_before_a_step_reports_is_told_of_again(
+    shell: Shell, operation: str
+) -> None:
+    """Else the step's outcome, which comes later, would be believed."""
+    shell.hold_in_slots(A, B)
+    step: Step = Cascade(1, 0, (A, B), (0, 1))
+    if operation == "read":
+        step = Promote(1, 0, (A, B), (0, 1), NEVER)
+        shell.keep(A, B)
+
+    class Racing(MemoryTier):
+        async def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Any]:
+            outcomes = await super().write(keys, buffers)
+            self.evict([B])
+            return list(outcomes)
+
+        async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Any]:
+            outcomes = await super().read(keys, buffers)
+            self.evict([B])
+            return list(outcomes)
+
+    shell.tiers[0].__class__ = Racing
+    (outcome,) = await shell.result(step)
+    assert set(outcome.verdicts) <= {Verdict.STORED, Verdict.HIT}
+    await until(lambda: len(shell.news) == 3)
+    assert shell.news == [Removed(0, (B,)), outcome, Removed(0, (B,))]
+
+
+async def test_a_survey_names_all_that_is_there(shell: Shell) -> None:
+    shell.keep(A, B)
+    (outcome,) = await shell.result(Survey(1, 0))
+    assert outcome == Outcome(1, ())
+    assert shell.news == [Found(0, (A, B)), outcome]
+
+
+async def test_what_goes_while_a_batch_is_on_its_way_is_not_found(shell: Shell) -> None:
+    shell.keep(A, B)
+
+    class Slow(MemoryTier):
+        async def scan(self) -> AsyncIterator[list[bytes]]:
+            listed = list(self.chunks)
+            self.evict([A])
+            yield listed
+
+    shell.tiers[0].__class__ = Slow
+    await shell.result(Survey(1, 0))
+    assert shell.news[:2] == [Removed(0, (A,)), Found(0, (B,))]
+
+
+async def test_a_survey_that_fails_says_so(shell: Shell) -> None:
+    class Broken(MemoryTier):
+        async def scan(self) -> AsyncIterator[list[bytes]]:
+            yield [A]
+            raise TierError(self.name, None, "cannot be listed")
+
+    shell.tiers[0].__class__ = Broken
+    (outcome,) = await shell.result(Survey(1, 0))
+    assert outcome == Outcome(1, (Verdict.FAILED,))
+
+
+async def test_nobody_waits_for_a_survey_at_the_end(shell: Shell) -> None:
+    class Endless(MemoryTier):
+        async def scan(self) -> AsyncIterator[list[bytes]]:
+            while True:
+                yield [A]
+
+    shell.tiers[0].__class__ = Endless
+    shell.transfers.start([Survey(1, 0)])
+    await until(lambda: shell.news)
+    assert await shell.transfers.drain(NEVER) == 0
+    await until(lambda: Outcome(1, (Verdict.FAILED,)) in shell.news)

@@ -8,7 +8,21 @@ import typing
 import msgspec
 import pytest
 
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Found,
+    News,
+    Outcome,
+    Promote,
+    Removed,
+    Step,
+    Survey,
+    Touch,
+    Verdict,
+    failed,
+)
 
 KEYS = (b"\x00" * 36, b"\xff" * 36)
 STEPS: list[Step] = [
@@ -17,16 +31,20 @@ STEPS: list[Step] = [
     Cascade(3, 0, KEYS, (5, 6)),
     Drop(4, 1, KEYS),
     Touch(5, 0, KEYS),
+    Survey(6, 1),
 ]
-OUTCOMES = [
+NEWS: list[News] = [
     Outcome(1, tuple(Verdict)),
     Outcome(2, (Verdict.LATE, Verdict.LATE), final=False),
     Outcome(3, ()),
+    Found(1, KEYS),
+    Removed(0, KEYS),
 ]
 
 
-def test_no_kind_of_step_was_forgotten_here() -> None:
+def test_no_kind_was_forgotten_here() -> None:
     assert {type(step) for step in STEPS} == set(typing.get_args(Step))
+    assert {type(news) for news in NEWS} == set(typing.get_args(News))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -36,12 +54,21 @@ def test_steps_survive_serialisation(step: Step) -> None:
     assert pickle.loads(pickle.dumps(step)) == step
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES)
-def test_outcomes_survive_serialisation(outcome: Outcome) -> None:
-    back = msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=Outcome)
-    assert back == outcome
-    assert all(isinstance(verdict, Verdict) for verdict in back.verdicts)
-    assert pickle.loads(pickle.dumps(outcome)) == outcome
+@pytest.mark.parametrize("news", NEWS)
+def test_news_survives_serialisation(news: News) -> None:
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(news), type=News)
+    assert back == news
+    if isinstance(back, Outcome):
+        assert all(isinstance(verdict, Verdict) for verdict in back.verdicts)
+    assert pickle.loads(pickle.dumps(news)) == news
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_can_fail(step: Step) -> None:
+    outcome = failed(step)
+    assert outcome.id == step.id
+    assert set(outcome.verdicts) <= {Verdict.FAILED}
+    assert bool(outcome.verdicts) is not isinstance(step, Touch)
 
 
 def test_they_cannot_be_changed_on_the_way() -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.events import HOST, ChunksRemoved, ChunksStored
+from tiering.events import HOST, ChunksRemoved, ChunksStored, SurveyBegan, SurveyEnded
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Match
 from tiering.residency.core import Residency
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Found,
+    Outcome,
+    Promote,
+    Removed,
+    Step,
+    Survey,
+    Touch,
+    Verdict,
+    failed,
+)
 from tiering.residency.state import SlotState
+from tiering.residency.surveys import SURVEY_SECONDS
 from tiering.testing.clocks import ManualClock
 
 DEADLINE = 30.0
@@ -436,3 +450,48 @@ def test_what_a_tier_did_not_take_is_offered_again_when_it_was_used(verdict: Ver
     rig.core.used("reader", keys)
     rig.core.close("reader")
     assert rig.steps(Cascade) == []
+
+
+# What tiers say unasked, and surveys
+
+
+def test_what_a_tier_evicts_is_not_believed_any_more() -> None:
+    rig, keys = Rig(8), chain("a", 3)
+    rig.on_disk_only(keys)
+    rig.core.apply([Removed(0, tuple(keys[1:]))])
+    assert rig.core.match(keys).reach == 1
+    assert rig.core.take_events() == [ChunksRemoved(0, tuple(keys[1:]))]
+
+
+def test_a_survey_is_made_at_start_and_from_time_to_time() -> None:
+    clock = ManualClock()
+    core = Residency(4, 2, LruPolicy(4), clock, 10.0, surveyed=[1])
+    keys = tuple(chain("a", 2))
+    for _ in range(2):
+        (step,) = core.take_steps()
+        assert step == Survey(step.id, 1)
+        assert core.take_steps() == []
+        core.apply([Found(1, keys), Outcome(step.id, ())])
+        assert core.take_events() == [SurveyBegan(1), ChunksStored(1, keys), SurveyEnded(1)]
+        assert core.match(list(keys)).reach == 2, "known without asking"
+        clock.advance(SURVEY_SECONDS - 1)
+        assert core.take_steps() == []
+        clock.advance(1)
+    (step,) = core.take_steps()
+    assert core.is_settled, "nobody waits for it"
+    core.apply([failed(step)])
+    assert core.take_events() == [SurveyBegan(1), SurveyEnded(1, is_whole=False)]
+
+
+def test_a_promotion_says_what_the_tier_had_and_what_not() -> None:
+    rig, keys = Rig(8), chain("a", 3)
+    rig.on_disk_only(keys)
+    rig.core.open("r")
+    assert rig.core.hold("r", keys)
+    (step,) = rig.steps(Promote)
+    rig.core.apply([Outcome(step.id, (Verdict.HIT, Verdict.DAMAGED, Verdict.FAILED))])
+    assert rig.core.take_events() == [
+        ChunksStored(HOST, (keys[0],)),
+        ChunksStored(0, (keys[0],)),
+        ChunksRemoved(0, (keys[1],)),
+    ]

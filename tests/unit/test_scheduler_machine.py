@@ -39,7 +39,7 @@ EXPECTED = [
     *("promotions_succeeded", "promotions_missing", "promotions_failed", "promotions_late"),
 ]
 DISTURBANCES = [
-    *("forget", "late", "late", "wait", "deadline", "reset"),
+    *("forget", "late", "late", "wait", "deadline", "reset", "reset device", "evict"),
     *("vanish", "break reads", "break reads", "break copies", "break copies"),
 ]
 
@@ -59,6 +59,13 @@ def disturb(vllm: MiniVllm, what: str) -> None:
         vllm.portal.reads_to_fail += 1
     elif what == "break copies":
         vllm.copiers[-1].to_fail.update([GATHER, SCATTER])
+    elif what == "evict":
+        for tier, stored in enumerate(vllm.portal.stored):
+            vllm.portal.evict(tier, list(stored)[1::3])
+    elif what == "reset device":
+        if not any(vllm.pool.users):
+            vllm.forget_device()
+            vllm.listener.device_was_reset()
     elif what == "reset":
         vllm.reset()
     else:

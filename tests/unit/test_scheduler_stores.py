@@ -192,7 +192,7 @@ def test_a_hold_without_room_is_tried_again_only_when_something_changed() -> Non
 
 def test_an_idle_engine_is_kept_stepping_until_every_chunk_is_given_to_the_tier() -> None:
     """Writes may pin all but the reserve of the host tier: the rest needs another step."""
-    vllm = MiniVllm(slots=8, device_blocks=64)
+    vllm = MiniVllm(slots=8, device_blocks=64, is_listened_to=False)
     vllm.add("a", range(32))
     vllm.step()
     vllm.portal.finish_all()  # The question whether the tier has it.

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiering.config import EngineConfig
 from tiering.engine import Engine
-from tiering.events import ChunksRemoved, Event
+from tiering.events import HOST, ChunksRemoved, ChunksStored, Event
 from tiering.residency.plan import Cascade, Contains, Outcome, Promote, Step, Touch, Verdict
 from tiering.wiring import build_core
 from tiering_connectors.vllm.meter import TransferMeter, host_now
@@ -74,7 +74,7 @@ class HostEvents:
 
     def publish(self, events: list[Event]) -> None:
         for event in events:
-            if event.medium == Medium.CPU.value:
+            if isinstance(event, ChunksStored | ChunksRemoved) and event.tier == HOST:
                 is_gone = isinstance(event, ChunksRemoved)
                 self._told.append(
                     OffloadingEvent(list(map(OffloadKey, event.keys)), Medium.CPU, is_gone)

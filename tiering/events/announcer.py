@@ -73,6 +73,8 @@ class Announcer:
         self._self_describing = self_describing
         self._descriptions_max = descriptions_max
         self._described: dict[bytes, Description] = {}
+        # In host memory as far as events have said, and expected there again.
+        self._returning: dict[bytes, None] = {}
         # There, and to be announced once they are described, by tier.
         self._wanted: dict[int, dict[bytes, None]] = {tier: {} for tier in catalogues}
         # There, and nobody could describe them.
@@ -92,7 +94,10 @@ class Announcer:
     # What others tell
 
     def expect(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
-        """These chunks may come to host memory soon."""
+        """These chunks may come to host memory soon. Some may have just left it, which the events
+        have yet to say."""
+        host = self._holdings.get(HOST, ())
+        self._returning.update((key, None) for key in keys if key in host)
         self._described.update(zip(keys, described, strict=True))
         if len(self._described) > self._descriptions_max:
             self._sweep()
@@ -145,8 +150,8 @@ class Announcer:
         for tier, holdings in self._holdings.items():
             self._gone(tier, holdings.take_lost(CHUNKS_AT_ONCE))
         if self._outbox.blocks < blocks_max:
-            for _ in range(min(CHUNKS_AT_ONCE, len(self._again))):
-                self._announce_again(self._again.popleft())
+            count = min(CHUNKS_AT_ONCE, len(self._again))
+            self._announce_again([self._again.popleft() for _ in range(count)])
             self._ask()
         return self._outbox.take(blocks_max)
 
@@ -217,7 +222,10 @@ class Announcer:
                 self._undescribed.pop(key, None)
         if tier == HOST:
             for key in keys:
-                self._described.pop(key, None)
+                if key in self._returning:
+                    del self._returning[key]
+                else:
+                    self._described.pop(key, None)
         if tier in self._catalogues:
             for key in keys:
                 self._wanted[tier].pop(key, None)
@@ -230,8 +238,9 @@ class Announcer:
             channel.withdraw_all()
         for holdings in self._holdings.values():
             holdings.clear()
-        for some in (self._described, self._undescribed, self._wanted, self._again):
+        for some in (self._described, self._undescribed, self._returning, self._wanted):
             some.clear()
+        self._again.clear()
         self._catalogues.clear()
         self._is_cleared = True
 
@@ -265,13 +274,13 @@ class Announcer:
             if key not in channel and channel.is_held(key):
                 channel.announce(key, told)
 
-    def _announce_again(self, key: bytes) -> None:
-        if self._self_describing and (told := self._described.get(key)) is not None:
-            self._tell_everywhere(key, told)
-            return
+    def _announce_again(self, keys: Sequence[bytes]) -> None:
+        # Tier by tier, so that chunks that follow one another are one event.
         for tier, channel in self._channels.items():
-            if key not in channel and key in self._holdings[tier]:
-                self._announce(tier, channel, key, None)
+            holdings = self._holdings[tier]
+            for key in keys:
+                if key not in channel and key in holdings:
+                    self._announce(tier, channel, key, self._described.get(key))
 
     def _ask(self) -> None:
         """The catalogues, for as many as can be published soon."""

@@ -8,8 +8,7 @@ events is there by then. On the scheduler's thread; nothing here waits.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiering.clock import UnixClock
@@ -47,10 +46,16 @@ INT_HASHES = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
 
 class Announcing:
-    """`position` is the place of the group that is announced among the geometry's."""
+    """`position` is the place of the group that is announced among the geometry's; `convert` makes
+    an event one of vLLM's."""
 
     def __init__(
-        self, announcer: Announcer, geometry: Geometry, shape: Shape, position: int
+        self,
+        announcer: Announcer,
+        geometry: Geometry,
+        shape: Shape,
+        position: int,
+        convert: Callable[[BlockEvent], Any],
     ) -> None:
         self._announcer = announcer
         self._shape = shape
@@ -61,7 +66,7 @@ class Announcing:
         self._block_pool: Any = None
         self._last_clear: Any = None
         self._undescribable = 0
-        self._as_vllms = _Converter()
+        self._convert = convert
 
     def publish(self, events: list[Event]) -> None:
         """As the core's EventSink."""
@@ -159,10 +164,10 @@ class Announcing:
         if self._is_new:
             self._is_new = False
             if not self._has_requests:
-                return [self._as_vllms(AllBlocksCleared())]
+                return [self._convert(AllBlocksCleared())]
         if not self._has_requests:
             return []
-        return [self._as_vllms(event) for event in self._announcer.take()]
+        return [self._convert(event) for event in self._announcer.take()]
 
     def counters(self) -> dict[str, int]:
         return self._announcer.counters.snapshot()
@@ -207,7 +212,9 @@ def announcing_for(
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
-    if os.environ.get(INT_HASHES, "1") == "0":
+    from vllm import envs
+
+    if not getattr(envs, INT_HASHES, True):
         log.warning(
             "the tiers publish no KV events: theirs carry integer hashes, and %s=0 asks for "
             "others; leave it out",
@@ -230,7 +237,7 @@ def announcing_for(
         self_describing=config.self_describing_kv_events,
         descriptions_max=2 * slots + 4096,
     )
-    return Announcing(announcer, geometry, shape, position)
+    return Announcing(announcer, geometry, shape, position, _Converter())
 
 
 def media_of(config: ConnectorConfig) -> Mapping[int, Medium]:

@@ -228,16 +228,21 @@ class OffloadingHalf:
 
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
+        self._core.reset()
+        # What that removes has its names from before.
+        self._engine.pump()
         self._epoch = secrets.token_bytes(_EPOCH_BYTES)
         self._orphans += self._filling.values()
         self._orphan_loads += self._loads.values()
         self._filling.clear()
         self._loads.clear()
-        self._core.reset()
         self._lookups.clear()
         for request in self._requests.values():
             request.forget()
-        self._engine.pump()
+
+    def name_of(self, key: bytes) -> bytes | None:
+        """What vLLM calls a key of the core's; None for one from before the last reset."""
+        return key[len(self._epoch) :] if key.startswith(self._epoch) else None
 
     def counters(self) -> dict[str, int]:
         """What the core and this have counted so far."""

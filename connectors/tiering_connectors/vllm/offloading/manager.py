@@ -5,7 +5,7 @@ Owns nothing but the translation; what is decided is decided in `half`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -24,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiering.residency.answers import Place
 from tiering_connectors.vllm.offloading.envelopes import RowsSpec
+from tiering_connectors.vllm.offloading.events import OffloadedEvents
 from tiering_connectors.vllm.offloading.half import OffloadingHalf
 from tiering_connectors.vllm.offloading.stats import Statistics
 
@@ -38,7 +40,8 @@ _RESULTS = {
 
 class TieredOffloadingManager(OffloadingManager):
     """`allowed` says which secondary tiers a request may load from, None for all; `on_shutdown`
-    ends the tiers. For what each method must do, see vLLM's base class."""
+    ends the tiers; `events` has what is to be told, if anything is. For what each method must do,
+    see vLLM's base class."""
 
     def __init__(
         self,
@@ -46,11 +49,13 @@ class TieredOffloadingManager(OffloadingManager):
         statistics: Statistics,
         allowed: Callable[[ReqContext], frozenset[int] | None],
         on_shutdown: Callable[[], None],
+        events: OffloadedEvents | None = None,
     ) -> None:
         self._half = half
         self._statistics = statistics
         self._allowed = allowed
         self._on_shutdown = on_shutdown
+        self._events = events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._half.begin(req_context, self._allowed(req_context))
@@ -100,6 +105,9 @@ class TieredOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         self._half.reset()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return () if self._events is None else self._events.take()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._statistics.since(self._half.counters())

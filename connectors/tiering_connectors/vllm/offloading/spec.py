@@ -28,7 +28,7 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.events import NoEvents
+from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
 from tiering.portal import ThreadPortal
 from tiering.tiers.host import Region
@@ -38,6 +38,7 @@ from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.meter import TransferMeter, host_now
 from tiering_connectors.vllm.metrics import Growth
 from tiering_connectors.vllm.offloading.copies import RankCopies
+from tiering_connectors.vllm.offloading.events import OffloadedEvents, Place
 from tiering_connectors.vllm.offloading.facts import (
     layout_digest,
     namespace_from,
@@ -123,20 +124,36 @@ class TieredOffloadingSpec(OffloadingSpec):
             " or ".join(str(each * self.blocks_per_chunk) for each in set(self.tokens_per_block)),
             opened.describe_tiers(),
         )
-        meter, removals = TransferMeter(), Removals(NoEvents())
+        events = self._events()
+        meter, removals = TransferMeter(), Removals(events or NoEvents())
+        half = OffloadingHalf(
+            Engine(core, opened.portal, removals),
+            removals,
+            ledger,
+            Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
+            meter,
+            [group.group_id for group in self.config.groups],
+        )
+        if events is not None:
+            events.bind(half.name_of)
         return TieredOffloadingManager(
-            OffloadingHalf(
-                Engine(core, opened.portal, removals),
-                removals,
-                ledger,
-                Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
-                meter,
-                [group.group_id for group in self.config.groups],
-            ),
+            half,
             Statistics(Growth(tiers, clock, meter, partial(host_now, core)), ledger.slots),
             _LoadFilter(tuple(map(_locality, settings.secondary_tiers))),
             self._close,
+            events,
         )
+
+    def _events(self) -> OffloadedEvents | None:
+        """What is told of, if vLLM publishes events at all."""
+        if not self.kv_events_config.enable_kv_cache_events:
+            return None
+        places = {HOST: Place(Medium.CPU)}
+        for number, tier in enumerate(self._settings.secondary_tiers):
+            if tier.enable_kv_events:
+                places[number] = Place(Medium.STORAGE, _locality(tier))
+        # A chunk of one block goes under its own name.
+        return OffloadedEvents(places, keeps_descriptions=self.blocks_per_chunk > 1)
 
     def _open_worker(self, kv_caches: CanonicalKVCaches) -> TieredOffloadingWorker:
         tensors = {str(at): each.tensor for at, each in enumerate(kv_caches.tensors)}
