@@ -251,8 +251,11 @@ def test_a_reset_of_the_device_alone_is_followed_by_all_that_is_still_there(
         [ChunksStored(HOST, keys), ChunksStored(0, keys), ChunksRemoved(HOST, keys[:3])]
     )
     router.take(everything(announcer))
+    # What was still to be said when the reset came is of no use after it.
+    announcer.publish([ChunksStored(1, keys[:1]), ChunksRemoved(HOST, keys[3:4])])
     before = {medium: dict(blocks) for medium, blocks in router.blocks.items()}
-    announcer.publish([ChunksStored(1, keys[:1])])
+    for block in prompt.integers()[6:8]:
+        del before[CPU][block]
     announcer.device_was_reset()
     router.take([AllBlocksCleared()])
     router.take(everything(announcer))
