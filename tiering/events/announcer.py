@@ -14,7 +14,7 @@ from itertools import islice
 
 from tiering.clock import Clock
 from tiering.events.blocks import AllBlocksCleared, BlockEvent
-from tiering.events.catalogue import Catalogue, Suspects
+from tiering.events.catalogue import Catalogue, Described, Suspects
 from tiering.events.channels import Channel, Medium, Outbox
 from tiering.events.chunks import (
     HOST,
@@ -25,7 +25,7 @@ from tiering.events.chunks import (
     SurveyBegan,
     SurveyEnded,
 )
-from tiering.events.descriptions import HASH_BYTES, Description, Shape
+from tiering.events.descriptions import HASH_BYTES, Description, Shape, integers
 from tiering.events.holdings import Holdings
 from tiering.keys import GROUP_BYTES
 from tiering.metrics import Counters
@@ -58,14 +58,12 @@ class Announcer:
         self._suffix = shape.suffix
         self._outbox = Outbox(shape)
         self._holdings = {tier: Holdings() for tier in media}
-        by_medium: dict[Medium, list[Holdings]] = {}
-        for tier, medium in media.items():
-            by_medium.setdefault(medium, []).append(self._holdings[tier])
-        channels = {
-            medium: Channel(medium, holdings, shape, self._outbox)
-            for medium, holdings in by_medium.items()
-        }
+        channels = {medium: Channel(medium, shape, self._outbox) for medium in media.values()}
         self._channels = {tier: channels[medium] for tier, medium in media.items()}
+        self._same_medium = {
+            tier: [self._holdings[at] for at in media if at != tier and media[at] == medium]
+            for tier, medium in media.items()
+        }
         self._all_channels = tuple(channels.values())
         self._all_catalogues = tuple(catalogues.values())
         self._catalogues = dict(catalogues)
@@ -151,7 +149,8 @@ class Announcer:
             self._gone(tier, holdings.take_lost(CHUNKS_AT_ONCE))
         if self._outbox.blocks < blocks_max:
             count = min(CHUNKS_AT_ONCE, len(self._again))
-            self._announce_again([self._again.popleft() for _ in range(count)])
+            # Once each, though several tiers may have them.
+            self._announce_again(list(dict.fromkeys(self._again.popleft() for _ in range(count))))
             self._ask()
         return self._outbox.take(blocks_max)
 
@@ -163,69 +162,73 @@ class Announcer:
     # Chunks
 
     def _stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        holdings, channel = self._holdings[tier], self._channels[tier]
-        keepable: list[tuple[bytes, Description]] = []
-        for key in keys:
-            if not key.endswith(self._suffix):
-                continue
-            told = self._described.get(key)
-            if self._is_cleared and told is None and key not in holdings:
-                continue  # left over from before, and not looked for any more
-            if told is not None and key in self._undescribed:
-                self._describe_late(key, told)
-            if not holdings.add(key):
-                continue
-            if told is not None and tier in self._catalogues:
-                keepable.append((key, told))
-            if key not in channel:
-                self._announce(tier, channel, key, told)
-        if keepable:
-            self._catalogues[tier].keep(keepable)
+        holdings, described = self._holdings[tier], self._described
+        keys = [key for key in keys if key.endswith(self._suffix)]
+        if self._is_cleared:
+            # What is left over from before is not looked for any more.
+            keys = [key for key in keys if key in described or key in holdings]
+        if self._undescribed:
+            self._describe_late([key for key in keys if key in self._undescribed])
+        news = holdings.add(keys)
+        if tier in self._catalogues:
+            keepable = [(key, told) for key in news if (told := described.get(key)) is not None]
+            if keepable:
+                self._catalogues[tier].keep(keepable)
+        self._announce(tier, news)
 
-    def _announce(self, tier: int, channel: Channel, key: bytes, told: Description | None) -> None:
+    def _announce(self, tier: int, keys: Sequence[bytes]) -> None:
+        """What `tier` holds, unless its medium is known to have it, as far as it is described."""
+        channel = self._channels[tier]
+        keys = [key for key in keys if key not in channel]
         if not self._self_describing:
-            end = key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES]
-            channel.announce_bare(key, int.from_bytes(end, "big") ^ self._mask)
-        elif told is not None:
-            channel.announce(key, told)
-        elif tier in self._catalogues:
-            self._wanted[tier][key] = None
-        else:
-            self._count_undescribed([key])
+            hashes = [key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES] for key in keys]
+            channel.announce_bare(keys, _unmasked(b"".join(hashes), self._mask))
+            return
+        told = [self._described.get(key) for key in keys]
+        if None in told:
+            bare = [key for key, each in zip(keys, told, strict=True) if each is None]
+            if tier in self._catalogues:
+                self._wanted[tier].update(dict.fromkeys(bare))
+            else:
+                self._count_undescribed(bare)
+            keys = [key for key, each in zip(keys, told, strict=True) if each is not None]
+        channel.announce(keys, [each for each in told if each is not None])
 
     def _count_undescribed(self, keys: Sequence[bytes]) -> None:
         self.counters.add("events_undescribed", len(keys))
         self._undescribed.update(dict.fromkeys(keys))
 
-    def _describe_late(self, key: bytes, told: Description) -> None:
-        """Nobody could describe it before, and now that it comes to host memory somebody can."""
-        del self._undescribed[key]
-        self._tell_everywhere(key, told)
+    def _describe_late(self, keys: Sequence[bytes]) -> None:
+        """Nobody could describe them before; as they come to host memory somebody may."""
+        described = [(key, told) for key in keys if (told := self._described.get(key)) is not None]
+        for key, _ in described:
+            del self._undescribed[key]
+        self._tell_everywhere(described)
         for tier, catalogue in self._catalogues.items():
-            if key in self._holdings[tier]:
-                catalogue.keep([(key, told)])
+            holdings = self._holdings[tier]
+            if keepable := [each for each in described if each[0] in holdings]:
+                catalogue.keep(keepable)
 
     def _removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        holdings = self._holdings[tier]
-        self._gone(tier, [key for key in keys if holdings.discard(key)])
+        self._gone(tier, self._holdings[tier].discard(keys))
 
     def _gone(self, tier: int, keys: Sequence[bytes]) -> None:
         """They were held by `tier` until now."""
         if not keys:
             return
-        channel = self._channels[tier]
-        for key in keys:
-            if not channel.is_held(key):
-                channel.withdraw(key)
-        if self._undescribed:
-            for key in keys:
-                self._undescribed.pop(key, None)
+        lost = keys
+        for others in self._same_medium[tier]:
+            lost = [key for key in lost if key not in others]
+        self._channels[tier].withdraw(lost)
         if tier == HOST:
             for key in keys:
                 if key in self._returning:
                     del self._returning[key]
                 else:
                     self._described.pop(key, None)
+        if self._undescribed:
+            for key in keys:
+                self._undescribed.pop(key, None)
         if tier in self._catalogues:
             for key in keys:
                 self._wanted[tier].pop(key, None)
@@ -266,21 +269,18 @@ class Announcer:
                         catalogue.forget(gone)
                     continue
                 self._count_undescribed([key for key in answer.missing if key in holdings])
-                for key, told in answer.described:
-                    self._tell_everywhere(key, told)
+                self._tell_everywhere(answer.described)
 
-    def _tell_everywhere(self, key: bytes, told: Description) -> None:
-        for channel in self._all_channels:
-            if key not in channel and channel.is_held(key):
-                channel.announce(key, told)
-
-    def _announce_again(self, keys: Sequence[bytes]) -> None:
-        # Tier by tier, so that chunks that follow one another are one event.
+    def _tell_everywhere(self, described: Sequence[Described]) -> None:
+        """Wherever they are held and not known to be."""
         for tier, channel in self._channels.items():
             holdings = self._holdings[tier]
-            for key in keys:
-                if key not in channel and key in holdings:
-                    self._announce(tier, channel, key, self._described.get(key))
+            some = [each for each in described if each[0] in holdings and each[0] not in channel]
+            channel.announce([key for key, _ in some], [told for _, told in some])
+
+    def _announce_again(self, keys: Sequence[bytes]) -> None:
+        for tier, holdings in self._holdings.items():
+            self._announce(tier, [key for key in keys if key in holdings])
 
     def _ask(self) -> None:
         """The catalogues, for as many as can be published soon."""
@@ -307,3 +307,10 @@ class Announcer:
     def __repr__(self) -> str:
         told = ", ".join(f"{len(each)} in {each.medium.name}" for each in self._all_channels)
         return f"<Announcer {told}, {len(self._outbox)} events to take>"
+
+
+def _unmasked(hashes: bytes, mask: int) -> bytes:
+    """Hashes of HASH_BYTES each, each XORed with `mask`."""
+    if not mask:
+        return hashes
+    return b"".join((each ^ mask).to_bytes(HASH_BYTES, "big") for each in integers(hashes))

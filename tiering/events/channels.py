@@ -2,13 +2,14 @@
 
 Owns which chunks were announced in the medium. Chunks of several blocks may share blocks, where two
 prompts part ways within a chunk: what two of them have is announced with the first of them and
-removed with the last. Sans-IO; used by the announcer, on its thread.
+removed with the last. Sans-IO; used by the announcer, on its thread. Batches, since it is the
+scheduler's: what can be done for many chunks at once is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiering.events.blocks import BlockEvent, BlockRemoved, BlockStored
@@ -20,7 +21,6 @@ from tiering.events.descriptions import (
     integers,
     token_ids,
 )
-from tiering.events.holdings import Holdings
 
 BLOCKS_IN_EVENT_MAX = 512
 
@@ -38,6 +38,8 @@ class Outbox:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._events: deque[BlockEvent] = deque()
+        # The last block of the last event, if more may join it.
+        self._open_end = b""
         self.blocks = 0
 
     def __len__(self) -> int:
@@ -51,65 +53,91 @@ class Outbox:
         """An event as it is."""
         self._events.append(event)
 
-    def stored(
-        self, medium: Medium, hashes: bytes, parent: int | None, tokens: bytes, told: Description
+    def stored(self, medium: Medium, chunks: Sequence[Description]) -> None:
+        """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`."""
+        most = max(1, BLOCKS_IN_EVENT_MAX // self._shape.blocks_per_chunk)
+        start = 0
+        while start < len(chunks):
+            first, stop = chunks[start], start + 1
+            end = first.hashes[-HASH_BYTES:]
+            if first.extra_keys is None:
+                while stop < len(chunks) and stop - start < most:
+                    told = chunks[stop]
+                    if (
+                        told.parent != end
+                        or told.extra_keys is not None
+                        or told.lora_name != first.lora_name
+                    ):
+                        break
+                    end = told.hashes[-HASH_BYTES:]
+                    stop += 1
+            self._stored(medium, first, chunks[start:stop], end)
+            start = stop
+
+    def _stored(
+        self, medium: Medium, first: Description, run: Sequence[Description], end: bytes
     ) -> None:
-        """Blocks that can be read from now on. Of `told`, what holds for the whole chunk."""
-        blocks = integers(hashes)
+        """One event, or more of the last one."""
+        blocks = integers(b"".join([told.hashes for told in run]))
+        tokens = token_ids(b"".join([told.tokens for told in run]))
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlockStored)
-            and parent is not None
-            and last.block_hashes[-1] == parent
-            and (last.medium, last.locality) == medium
-            and last.lora_name == told.lora_name
+            and first.parent
+            and first.parent == self._open_end
+            and last.medium == medium.name
+            and last.locality == medium.locality
+            and last.lora_name == first.lora_name
             and last.extra_keys is None
-            and told.extra_keys is None
-            and len(last.block_hashes) < BLOCKS_IN_EVENT_MAX
+            and first.extra_keys is None
             and last.block_size
+            and len(last.block_hashes) < BLOCKS_IN_EVENT_MAX
         ):
             last.block_hashes += blocks
-            last.token_ids += token_ids(tokens)
-            return
-        extra = told.extra_keys
-        self._events.append(
-            BlockStored(
-                block_hashes=list(blocks),
-                parent_block_hash=parent,
-                token_ids=token_ids(tokens),
-                block_size=self._shape.block_tokens,
-                lora_id=None,
-                medium=medium.name,
-                lora_name=told.lora_name,
-                extra_keys=None if extra is None else extra[-len(blocks) :],
-                group_idx=self._shape.group,
-                kv_cache_spec_kind=self._shape.kind,
-                kv_cache_spec_sliding_window=self._shape.sliding_window,
-                locality=medium.locality,
+            last.token_ids += tokens
+        else:
+            self._events.append(
+                BlockStored(
+                    block_hashes=list(blocks),
+                    parent_block_hash=int.from_bytes(first.parent, "big") if first.parent else None,
+                    token_ids=tokens,
+                    block_size=self._shape.block_tokens,
+                    lora_id=None,
+                    medium=medium.name,
+                    lora_name=first.lora_name,
+                    extra_keys=first.extra_keys,
+                    group_idx=self._shape.group,
+                    kv_cache_spec_kind=self._shape.kind,
+                    kv_cache_spec_sliding_window=self._shape.sliding_window,
+                    locality=medium.locality,
+                )
             )
-        )
+        self._open_end = end
 
-    def placeholder(self, medium: Medium, block_hash: int) -> None:
-        """A chunk of which nothing else is told."""
-        self.blocks += 1
-        self._events.append(
-            BlockStored(
-                block_hashes=[block_hash],
-                parent_block_hash=None,
-                token_ids=[],
-                block_size=0,
-                lora_id=None,
-                medium=medium.name,
-                lora_name=None,
-                group_idx=self._shape.group,
-                locality=medium.locality,
+    def placeholders(self, medium: Medium, hashes: bytes) -> None:
+        """Chunks of which nothing is told but the hash of the last block."""
+        for block in integers(hashes):
+            self.blocks += 1
+            self._events.append(
+                BlockStored(
+                    block_hashes=[block],
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    medium=medium.name,
+                    lora_name=None,
+                    group_idx=self._shape.group,
+                    locality=medium.locality,
+                )
             )
-        )
 
     def removed(self, medium: Medium, hashes: bytes) -> None:
         """Blocks that cannot be read any more."""
         blocks = integers(hashes)
+        if not blocks:
+            return
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
         if (
@@ -137,19 +165,17 @@ class Outbox:
 
 
 class Channel:
-    """`holdings` are those of the tiers that are announced as `medium`."""
+    """For the tiers that are announced as `medium`."""
 
-    def __init__(
-        self, medium: Medium, holdings: Sequence[Holdings], shape: Shape, outbox: Outbox
-    ) -> None:
+    def __init__(self, medium: Medium, shape: Shape, outbox: Outbox) -> None:
         self.medium = medium
-        self._holdings = holdings
         self._outbox = outbox
         self._shares_blocks = shape.blocks_per_chunk > 1
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
-        self._announced: dict[bytes, tuple[bytes, int | None]] = {}
+        # Hashes and parent, as in its Description.
+        self._announced: dict[bytes, tuple[bytes, bytes]] = {}
         # Chunks that begin after the same block, the only ones that can share any.
-        self._siblings: dict[int | None, list[bytes]] = {}
+        self._siblings: dict[bytes, list[bytes]] = {}
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._announced
@@ -157,55 +183,72 @@ class Channel:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def is_held(self, key: bytes) -> bool:
-        """Whether the chunk is in one of the tiers."""
-        return any(key in holdings for holdings in self._holdings)
-
-    def announce(self, key: bytes, told: Description) -> None:
-        """The chunk is there, and was not announced."""
-        known, parent = 0, told.parent
+    def announce(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
+        """The chunks are there, and were not announced."""
         if self._shares_blocks:
-            known = self._shared(key, told.hashes, parent)
-            self._siblings.setdefault(parent, []).append(key)
-        self._announced[key] = told.hashes, parent
-        if known == 0:
-            self._outbox.stored(self.medium, told.hashes, parent, told.tokens, told)
-        elif known < len(told.hashes) // HASH_BYTES:
-            at = known * HASH_BYTES
-            parent = int.from_bytes(told.hashes[at - HASH_BYTES : at], "big")
-            tokens = told.tokens[known * self._block_bytes :]
-            self._outbox.stored(self.medium, told.hashes[at:], parent, tokens, told)
+            described = [
+                fresh
+                for key, told in zip(keys, described, strict=True)
+                if (fresh := self._unshared(key, told)) is not None
+            ]
+        else:
+            for key, told in zip(keys, described, strict=True):
+                self._announced[key] = told.hashes, told.parent
+        self._outbox.stored(self.medium, described)
 
-    def announce_bare(self, key: bytes, block_hash: int) -> None:
-        """The same without anything but its hash."""
-        self._announced[key] = block_hash.to_bytes(HASH_BYTES, "big"), None
-        self._outbox.placeholder(self.medium, block_hash)
+    def announce_bare(self, keys: Sequence[bytes], hashes: bytes) -> None:
+        """The same without anything but the hash of each one's last block, HASH_BYTES each."""
+        for at, key in enumerate(keys):
+            self._announced[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES], b""
+        self._outbox.placeholders(self.medium, hashes)
 
-    def withdraw(self, key: bytes) -> None:
-        """The chunk is not there any more. Nothing happens if it was never announced."""
-        if (announced := self._announced.pop(key, None)) is None:
-            return
-        hashes, parent = announced
-        left = 0
-        if self._shares_blocks and (siblings := self._siblings.get(parent)):
-            if key in siblings:
-                siblings.remove(key)
-            left = self._shared(key, hashes, parent)
-            if not siblings:
-                del self._siblings[parent]
-        if hashes := hashes[left * HASH_BYTES :]:
-            self._outbox.removed(self.medium, hashes)
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """The chunks are not there any more. Those that were not announced do not matter."""
+        gone = []
+        for key in keys:
+            announced = self._announced.pop(key, None)
+            if announced is not None:
+                hashes, parent = announced
+                gone.append(self._left(key, hashes, parent) if self._shares_blocks else hashes)
+        self._outbox.removed(self.medium, b"".join(gone))
 
     def withdraw_all(self) -> None:
-        for key in list(self._announced):
-            self.withdraw(key)
+        self.withdraw(list(self._announced))
 
     def forget(self) -> None:
         """Nothing counts as announced, without a word."""
         self._announced.clear()
         self._siblings.clear()
 
-    def _shared(self, key: bytes, hashes: bytes, parent: int | None) -> int:
+    def _unshared(self, key: bytes, told: Description) -> Description | None:
+        """What of a chunk that comes is not announced with others; None if all of it is."""
+        known = self._shared(key, told.hashes, told.parent)
+        self._siblings.setdefault(told.parent, []).append(key)
+        self._announced[key] = told.hashes, told.parent
+        if not known:
+            return told
+        at = known * HASH_BYTES
+        if at == len(told.hashes):
+            return None
+        return Description(
+            told.hashes[at:],
+            told.hashes[at - HASH_BYTES : at],
+            told.tokens[known * self._block_bytes :],
+            told.lora_name,
+            None if told.extra_keys is None else told.extra_keys[known:],
+        )
+
+    def _left(self, key: bytes, hashes: bytes, parent: bytes) -> bytes:
+        """What of a chunk that goes is not announced with others."""
+        siblings = self._siblings.get(parent, [])
+        if key in siblings:
+            siblings.remove(key)
+        known = self._shared(key, hashes, parent)
+        if not siblings:
+            self._siblings.pop(parent, None)
+        return hashes[known * HASH_BYTES :]
+
+    def _shared(self, key: bytes, hashes: bytes, parent: bytes) -> int:
         """How many leading blocks are announced with other chunks."""
         most = 0
         for other in self._siblings.get(parent, ()):

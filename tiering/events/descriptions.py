@@ -6,6 +6,7 @@ chunk's key says neither its tokens nor its blocks. Pure values.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -44,11 +45,11 @@ class Shape:
 
 class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Of one chunk: `hashes` of its blocks, HASH_BYTES each, big-endian; the `parent` block's hash,
-    None at the beginning of a prompt; `tokens`, TOKEN_BYTES each, little-endian; the LoRA's name,
+    b"" at the beginning of a prompt; `tokens`, TOKEN_BYTES each, little-endian; the LoRA's name,
     and what else each block's hash was made of."""
 
     hashes: bytes
-    parent: int | None
+    parent: bytes
     tokens: bytes
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
@@ -75,7 +76,7 @@ def describe(
         packed.byteswap()
     rows = packed.tobytes()
     short = [block_hash[-HASH_BYTES:] for block_hash in hashes]
-    parent = None if parent_hash is None else int.from_bytes(parent_hash[-HASH_BYTES:], "big")
+    parent = b"" if parent_hash is None else parent_hash[-HASH_BYTES:]
     row_bytes = shape.block_tokens * per_chunk * TOKEN_BYTES
     described = []
     for at in range(len(hashes) // per_chunk):
@@ -84,18 +85,13 @@ def describe(
         extra = None if extra_keys is None else list(extra_keys[blocks])
         row = rows[at * row_bytes : (at + 1) * row_bytes]
         described.append(Description(own, parent, row, lora_name, extra))
-        parent = int.from_bytes(own[-HASH_BYTES:], "big")
+        parent = own[-HASH_BYTES:]
     return described
 
 
 def integers(hashes: bytes) -> list[int]:
     """The hashes one by one."""
-    if len(hashes) == HASH_BYTES:
-        return [int.from_bytes(hashes, "big")]
-    return [
-        int.from_bytes(hashes[at : at + HASH_BYTES], "big")
-        for at in range(0, len(hashes), HASH_BYTES)
-    ]
+    return list(struct.unpack(f">{len(hashes) // HASH_BYTES}Q", hashes))
 
 
 def token_ids(tokens: bytes) -> list[int]:

@@ -7,6 +7,8 @@ with the number of chunks, but for a survey that was broken off.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Holdings:
     """Of one tier."""
@@ -27,23 +29,33 @@ class Holdings:
     def keys(self) -> list[bytes]:
         return [*self._fresh, *self._older]
 
-    def add(self, key: bytes) -> bool:
-        """It is there; whether that is news."""
-        if key in self._fresh:
-            return False
-        self._fresh[key] = None
-        if key not in self._older:
-            return True
-        del self._older[key]
-        return False
+    def add(self, keys: Iterable[bytes]) -> list[bytes]:
+        """They are there; those of which that is news."""
+        fresh, older = self._fresh, self._older
+        news = []
+        for key in keys:
+            if key in fresh:
+                continue
+            fresh[key] = None
+            if key not in older:
+                news.append(key)
+            else:
+                del older[key]
+        return news
 
-    def discard(self, key: bytes) -> bool:
-        """It is not there; whether that is news."""
-        for some in (self._fresh, self._older):
-            if key in some:
-                del some[key]
-                return True
-        return False
+    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
+        """They are not there; those of which that is news."""
+        fresh, older = self._fresh, self._older
+        news = []
+        for key in keys:
+            if key in fresh:
+                del fresh[key]
+            elif key in older:
+                del older[key]
+            else:
+                continue
+            news.append(key)
+        return news
 
     def clear(self) -> None:
         self._fresh.clear()

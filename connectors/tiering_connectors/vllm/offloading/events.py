@@ -53,7 +53,7 @@ class OffloadedEvents:
                 continue
             elif isinstance(event, ChunksStored):
                 holdings = self._holdings[event.tier]
-                self._tell(event.tier, [key for key in event.keys if holdings.add(key)], False)
+                self._tell(event.tier, holdings.add(event.keys), False)
             elif isinstance(event, ChunksRemoved):
                 self._removed(event.tier, event.keys)
 
@@ -64,7 +64,7 @@ class OffloadedEvents:
 
     def _removed(self, tier: int, keys: Sequence[bytes]) -> None:
         holdings = self._holdings[tier]
-        self._tell(tier, [key for key in keys if holdings.discard(key)], True)
+        self._tell(tier, holdings.discard(keys), True)
 
     def _tell(self, tier: int, keys: Sequence[bytes], is_removed: bool) -> None:
         for others in self._others[tier]:
