@@ -177,7 +177,7 @@ def test_a_chunk_that_nobody_can_describe_is_counted_and_told_of_when_somebody_c
     announcer, prompt = announcer_of(shape), Prompt(list(range(4)), 1)
     announcer.publish([ChunksStored(1, tuple(prompt.keys))])
     assert announcer.take() == []
-    assert announcer.counters.snapshot()["events_undescribed"] == 1
+    assert announcer.counters()["events_undescribed"] == 1
     keys = prompt.expected_by(announcer, shape, range(1))
     announcer.publish([ChunksStored(1, tuple(keys)), ChunksStored(HOST, tuple(keys))])
     media = [event.medium for event in announcer.take() if isinstance(event, BlockStored)]
@@ -214,7 +214,7 @@ def test_what_is_on_a_disk_is_told_of_after_a_restart(
     router.take(everything(again))
     assert router.blocks == {DISK: before.blocks[DISK]}
     # The fourth was removed, and with it what was said of it.
-    assert again.counters.snapshot()["events_undescribed"] == 1
+    assert again.counters()["events_undescribed"] == 1
 
 
 def test_a_survey_finds_what_has_gone_without_a_word(

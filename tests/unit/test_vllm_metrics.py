@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tiering.events.announcer import COUNTERS as EVENT_COUNTERS
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import COUNTERS, Residency
 from tiering.testing.clocks import ManualClock
@@ -176,5 +177,7 @@ def test_it_reads_counters_that_the_core_has() -> None:
 
 def test_the_docs_name_every_counter() -> None:
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    missing = [name for name in (*COUNTERS, *METER_COUNTERS) if f"`{name}`" not in text]
+    missing = [
+        name for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS) if f"`{name}`" not in text
+    ]
     assert missing == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import prometheus_client as prometheus
 import pytest
 
+from tiering.events.announcer import COUNTERS as EVENT_COUNTERS
 from tiering.residency.core import COUNTERS
 from tiering.testing.clocks import ManualClock
 from tiering.testing.memory import MemoryTier
@@ -232,5 +233,5 @@ def test_a_name_that_nobody_knows_harms_nothing() -> None:
 def test_every_counter_is_exposed() -> None:
     registry = prometheus.CollectorRegistry()
     made(registry)
-    for name in (*COUNTERS, *METER_COUNTERS):
+    for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS):
         assert registry.get_sample_value(f"vllm:tiering_{name}_total", OWN) == 0

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from tiering.clock import Clock
+from tiering.events import catalogue, channels
 from tiering.events.blocks import AllBlocksCleared, BlockEvent
 from tiering.events.catalogue import Catalogue, Described, Suspects
 from tiering.events.channels import Channel, Medium, Outbox
@@ -36,7 +37,7 @@ BLOCKS_AT_ONCE = 4096
 CHUNKS_AT_ONCE = 512
 """What is looked at in one call of what has been put off."""
 
-COUNTERS = ("events_undescribed",)
+COUNTERS = (*channels.COUNTERS, "events_undescribed", *catalogue.COUNTERS)
 
 
 class Announcer:
@@ -56,7 +57,8 @@ class Announcer:
     ) -> None:
         """`clock` counts from 1970. `descriptions_max`: over twice the host tier's slots."""
         self._suffix = shape.suffix
-        self._outbox = Outbox(shape)
+        self._counters = Counters(COUNTERS)
+        self._outbox = Outbox(shape, self._counters)
         self._holdings = {tier: Holdings() for tier in media}
         channels = {medium: Channel(medium, shape, self._outbox) for medium in media.values()}
         self._channels = {tier: channels[medium] for tier, medium in media.items()}
@@ -82,7 +84,6 @@ class Announcer:
         self._surveyed_since: dict[int, float] = {}
         self._is_cleared = False
         self._mask = 0
-        self.counters = Counters(COUNTERS)
 
     @property
     def describes(self) -> bool:
@@ -154,6 +155,14 @@ class Announcer:
             self._ask()
         return self._outbox.take(blocks_max)
 
+    def counters(self) -> dict[str, int]:
+        """Blocks that were told of, chunks that nobody could describe, and the catalogues'."""
+        told = self._counters.snapshot()
+        for each in self._all_catalogues:
+            for name, count in each.counters.snapshot().items():
+                told[name] += count
+        return told
+
     def close(self) -> None:
         """Let go of the catalogues; may wait for them for some seconds."""
         for catalogue in self._all_catalogues:
@@ -195,7 +204,7 @@ class Announcer:
         channel.announce(keys, [each for each in told if each is not None])
 
     def _count_undescribed(self, keys: Sequence[bytes]) -> None:
-        self.counters.add("events_undescribed", len(keys))
+        self._counters.add("events_undescribed", len(keys))
         self._undescribed.update(dict.fromkeys(keys))
 
     def _describe_late(self, keys: Sequence[bytes]) -> None:

@@ -21,8 +21,11 @@ from tiering.events.descriptions import (
     integers,
     token_ids,
 )
+from tiering.metrics import Counters
 
 BLOCKS_IN_EVENT_MAX = 512
+
+COUNTERS = ("events_blocks_stored", "events_blocks_removed")
 
 
 class Medium(NamedTuple):
@@ -35,8 +38,9 @@ class Medium(NamedTuple):
 class Outbox:
     """Events that wait to be taken, in order; what follows on from the last one joins it."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, counters: Counters) -> None:
         self._shape = shape
+        self._counters = counters
         self._events: deque[BlockEvent] = deque()
         # The last block of the last event, if more may join it.
         self._open_end = b""
@@ -80,6 +84,7 @@ class Outbox:
         """One event, or more of the last one."""
         blocks = integers(b"".join([told.hashes for told in run]))
         tokens = token_ids(b"".join([told.tokens for told in run]))
+        self._counters.add("events_blocks_stored", len(blocks))
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
         if (
@@ -117,8 +122,10 @@ class Outbox:
 
     def placeholders(self, medium: Medium, hashes: bytes) -> None:
         """Chunks of which nothing is told but the hash of the last block."""
-        for block in integers(hashes):
-            self.blocks += 1
+        blocks = integers(hashes)
+        self._counters.add("events_blocks_stored", len(blocks))
+        self.blocks += len(blocks)
+        for block in blocks:
             self._events.append(
                 BlockStored(
                     block_hashes=[block],
@@ -138,6 +145,7 @@ class Outbox:
         blocks = integers(hashes)
         if not blocks:
             return
+        self._counters.add("events_blocks_removed", len(blocks))
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
         if (

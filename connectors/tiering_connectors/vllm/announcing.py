@@ -170,7 +170,7 @@ class Announcing:
         return [self._convert(event) for event in self._announcer.take()]
 
     def counters(self) -> dict[str, int]:
-        return self._announcer.counters.snapshot()
+        return self._announcer.counters()
 
     def close(self) -> None:
         self._announcer.close()

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from tiering.clock import Clock
+from tiering.events.announcer import COUNTERS as EVENT_COUNTERS
 from tiering.residency.core import COUNTERS
 from tiering.tiers.base import GAUGE_PREFIX, Tier
 from tiering_connectors.vllm import offload_names as names
@@ -139,7 +140,7 @@ class TieringPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[tuple[int, str], Any] = {}
-        for name in (*COUNTERS, *METER_COUNTERS):
+        for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS):
             counter: Any = self._counter_cls(
                 name=f"vllm:tiering_{name}",
                 documentation=f"{name.replace('_', ' ').capitalize()}, by the TieredConnector.",

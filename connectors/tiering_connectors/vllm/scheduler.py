@@ -250,8 +250,9 @@ class SchedulerHalf:
             self._announcing.masked(self._keys.mask)
 
     def counters(self) -> dict[str, int]:
-        """What the core has counted so far."""
-        return self._core.counters.snapshot()
+        """What the core, and who tells of its events, have counted so far."""
+        told = self._core.counters.snapshot()
+        return told if self._announcing is None else told | self._announcing.counters()
 
     def host_now(self) -> dict[str, int]:
         """The state of the host tier, as gauges."""
