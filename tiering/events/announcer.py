@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from tiering.clock import Clock
-from tiering.events import catalogue, channels
 from tiering.events.blocks import AllBlocksCleared, BlockEvent
+from tiering.events.catalogue import COUNTERS as CATALOGUE_COUNTERS
 from tiering.events.catalogue import Catalogue, Described, Suspects
+from tiering.events.channels import COUNTERS as CHANNEL_COUNTERS
 from tiering.events.channels import Channel, Medium, Outbox
 from tiering.events.chunks import (
     HOST,
@@ -37,7 +38,7 @@ BLOCKS_AT_ONCE = 4096
 CHUNKS_AT_ONCE = 512
 """What is looked at in one call of what has been put off."""
 
-COUNTERS = (*channels.COUNTERS, "events_undescribed", *catalogue.COUNTERS)
+COUNTERS = (*CHANNEL_COUNTERS, "events_undescribed", *CATALOGUE_COUNTERS)
 
 
 class Announcer:
