@@ -30,7 +30,7 @@ from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
 from tiering.tiers.base import Tier
 from tiering.tiers.host import Region, region_name
-from tiering.wiring import build_core, build_tiers
+from tiering.wiring import announced_tiers, build_core, build_tiers
 
 FLUSH_SECONDS = 60.0
 DRAIN_SECONDS = 10.0
@@ -103,6 +103,7 @@ class TieredStore:
         self._row = RowLayout(config.layout.chunk_bytes)
         self._clock = clock or MonotonicClock()
         self._events = events or NoEvents()
+        self._surveyed = () if events is None or tiers is not None else announced_tiers(config)
         self._tiers = (
             list(tiers)
             if tiers is not None
@@ -125,7 +126,13 @@ class TieredStore:
             )
             stack.callback(region.close)
             region.unlink()
-            core = build_core(self._config, region.geometry.rows, len(self._tiers), self._clock)
+            core = build_core(
+                self._config,
+                region.geometry.rows,
+                len(self._tiers),
+                self._clock,
+                self._surveyed,
+            )
             portal = LoopPortal(self._tiers, region.row, self._pump)
             await stack.enter_async_context(portal)
             self._opened = _Opened(region, core, portal, Engine(core, portal, self._events))

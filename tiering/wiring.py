@@ -20,7 +20,10 @@ from tiering.config import EngineConfig, FsTierConfig, PressureConfig, TierConfi
 from tiering.device.base import DeviceCopier, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ConfigError
+from tiering.events import HOST
+from tiering.events.blocks import MEDIUM_CPU, MEDIUM_STORAGE
 from tiering.events.catalogue import Catalogue
+from tiering.events.channels import Medium
 from tiering.namespace import Namespace
 from tiering.plugins import Given, load_class
 from tiering.policy.admission import AdmissionPolicy, AdmitAll, SeenOften
@@ -41,10 +44,12 @@ from tiering_kernels.chunkio import EngineUnavailable
 from tiering_kernels.engines import open_engine
 
 __all__ = [
+    "announced_tiers",
     "build_catalogues",
     "build_core",
     "build_host_copier",
     "build_tiers",
+    "media_of",
 ]
 
 Made = TypeVar("Made")
@@ -107,13 +112,27 @@ def build_tiers(config: EngineConfig, namespace: Namespace, chunk_bytes: int) ->
     return tiers
 
 
+def media_of(config: EngineConfig) -> dict[int, Medium]:
+    """How each tier is announced that is, by its number or HOST."""
+    tiers = config.secondary_tiers
+    return {HOST: Medium(MEDIUM_CPU)} | {
+        at: Medium(tiers[at].event_medium or MEDIUM_STORAGE, tiers[at].locality)
+        for at in announced_tiers(config)
+    }
+
+
+def announced_tiers(config: EngineConfig) -> list[int]:
+    """The numbers of the secondary tiers that are."""
+    return [at for at, tier in enumerate(config.secondary_tiers) if tier.enable_kv_events]
+
+
 def build_catalogues(config: EngineConfig, namespace: Namespace) -> dict[int, Catalogue]:
     """For the tiers that are announced, by number, where their chunks are described: beside them
     if that is a directory of this machine's. Each begins to work when it is first used."""
     return {
-        at: Catalogue(partial(catalogue_path, Path(tier.roots[0]), namespace.directory))
-        for at, tier in enumerate(config.secondary_tiers)
-        if tier.enable_kv_events and tier.roots
+        at: Catalogue(partial(catalogue_path, Path(roots[0]), namespace.directory))
+        for at in announced_tiers(config)
+        if (roots := config.secondary_tiers[at].roots)
     }
 
 

@@ -22,8 +22,8 @@ from tiering.events import (
 )
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from tiering.events.catalogue import Catalogue, Told
-from tiering.events.descriptions import Shape, describe, integers, token_ids
+from tiering.events.catalogue import Catalogue
+from tiering.events.descriptions import Shape, Told, describe, integers, token_ids
 from tiering.keys import chunk_key
 from tiering.testing.clocks import ManualClock
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 from tiering.clock import Clock
 from tiering.events.blocks import AllBlocksCleared, BlockEvent
-from tiering.events.catalogue import COUNTERS as CATALOGUE_COUNTERS
-from tiering.events.catalogue import Catalogue, Described, Suspects
 from tiering.events.channels import COUNTERS as CHANNEL_COUNTERS
 from tiering.events.channels import Channel, Medium, Outbox
 from tiering.events.chunks import (
@@ -27,7 +26,16 @@ from tiering.events.chunks import (
     SurveyBegan,
     SurveyEnded,
 )
-from tiering.events.descriptions import HASH_BYTES, Description, Shape, integers
+from tiering.events.descriptions import (
+    CATALOGUE_COUNTERS,
+    HASH_BYTES,
+    Answer,
+    Described,
+    Description,
+    Shape,
+    Suspects,
+    integers,
+)
 from tiering.events.holdings import Holdings
 from tiering.keys import GROUP_BYTES
 from tiering.metrics import Counters
@@ -39,6 +47,28 @@ CHUNKS_AT_ONCE = 512
 """What is looked at in one call of what has been put off."""
 
 COUNTERS = (*CHANNEL_COUNTERS, "events_undescribed", *CATALOGUE_COUNTERS)
+
+
+class Catalogue(Protocol):
+    """What `events.catalogue.Catalogue` does, which see. Nothing of it waits but `close`."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def is_asked(self) -> bool: ...
+
+    def keep(self, described: Sequence[Described]) -> None: ...
+
+    def forget(self, keys: Sequence[bytes]) -> None: ...
+
+    def ask(self, keys: Sequence[bytes]) -> bool: ...
+
+    def suspect(self, before_seconds: float) -> None: ...
+
+    def take(self) -> list[Answer]: ...
+
+    def close(self) -> None: ...
 
 
 class Announcer:

@@ -16,13 +16,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from tiering.clock import Clock, UnixClock
-from tiering.events.descriptions import Description, decode, encode
+from tiering.events.descriptions import (
+    CATALOGUE_COUNTERS,
+    Answer,
+    Described,
+    Suspects,
+    Told,
+    decode,
+    encode,
+)
 from tiering.metrics import Counters
 
 log = logging.getLogger("tiering")
@@ -38,28 +45,6 @@ SCHEMA = """
 CREATE TABLE chunk(key BLOB PRIMARY KEY, added INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
 """
 
-COUNTERS = ("catalogue_kept", "catalogue_skipped", "catalogue_errors")
-
-Described = tuple[bytes, Description]
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """`described` of those that were asked for, `missing` the others."""
-
-    described: list[Described]
-    missing: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Suspects:
-    """Chunks that are described here; are they there at all?"""
-
-    keys: list[bytes]
-
-
-Answer = Told | Suspects
-
 
 class Catalogue:
     """`prepare`, run in the thread, makes the directory and says where the file is to be; OSError
@@ -74,7 +59,7 @@ class Catalogue:
         self._database: sqlite3.Connection | None = None
         self._path: Path | None = None
         self._has_told = False
-        self.counters = Counters(COUNTERS)
+        self.counters = Counters(CATALOGUE_COUNTERS)
         self._thread = threading.Thread(target=self._run, name="tiering-catalogue", daemon=True)
         self._thread.start()
 

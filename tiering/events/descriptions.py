@@ -55,6 +55,29 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
     extra_keys: list[Any] | None = None
 
 
+Described = tuple[bytes, Description]
+"""A chunk's key, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """`described` of the keys that a catalogue was asked for, `missing` the others."""
+
+    described: list[Described]
+    missing: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Chunks that are described in a catalogue; are they there at all?"""
+
+    keys: list[bytes]
+
+
+Answer = Told | Suspects
+
+CATALOGUE_COUNTERS = ("catalogue_kept", "catalogue_skipped", "catalogue_errors")
+
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Description).decode
 

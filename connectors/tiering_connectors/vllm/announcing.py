@@ -8,26 +8,23 @@ events is there by then. On the scheduler's thread; nothing here waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiering.clock import UnixClock
 from tiering.config import ConnectorConfig
-from tiering.events import HOST, Event
+from tiering.events import Event
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
     AllBlocksCleared,
     BlockEvent,
     BlockRemoved,
     BlockStored,
 )
 from tiering.events.catalogue import Catalogue
-from tiering.events.channels import Medium
 from tiering.events.descriptions import Shape, describe
 from tiering.namespace import Namespace
-from tiering.wiring import build_catalogues
+from tiering.wiring import build_catalogues, media_of
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Kind
 from tiering_connectors.vllm.tracked import Tracked
@@ -238,15 +235,6 @@ def announcing_for(
         descriptions_max=2 * slots + 4096,
     )
     return Announcing(announcer, geometry, shape, position, _Converter())
-
-
-def media_of(config: ConnectorConfig) -> Mapping[int, Medium]:
-    """How each tier is announced that is, by its number or HOST."""
-    media = {HOST: Medium(MEDIUM_CPU)}
-    for number, tier in enumerate(config.secondary_tiers):
-        if tier.enable_kv_events:
-            media[number] = Medium(tier.event_medium or MEDIUM_STORAGE, tier.locality)
-    return media
 
 
 def _shape_of(kv_cache_config: KVCacheConfig, geometry: Geometry) -> tuple[int, Shape] | None:

@@ -23,11 +23,11 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.events import HOST, NoEvents
+from tiering.events import NoEvents
 from tiering.portal import ThreadPortal
 from tiering.tiers.host import Region
-from tiering.wiring import build_host_copier
-from tiering_connectors.vllm.announcing import Announcing, announcing_for, media_of
+from tiering.wiring import announced_tiers, build_host_copier
+from tiering_connectors.vllm.announcing import Announcing, announcing_for
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -139,10 +139,8 @@ class TieredConnector(KVConnectorBase_V1):
         announcing = announcing_for(
             self._vllm_config, self._kv_cache_config, self._config, self._geometry, namespace, rows
         )
-        announced = media_of(self._config) if announcing is not None else {}
-        opened = Opened.over(
-            region, rows, namespace, self._config, [at for at in announced if at != HOST]
-        )
+        announced = announced_tiers(self._config) if announcing is not None else []
+        opened = Opened.over(region, rows, namespace, self._config, announced)
         self._portal = opened.portal
         self._announcing = announcing
         self._scheduler = half = SchedulerHalf(
