@@ -137,6 +137,8 @@ class TieredStore:
             await stack.enter_async_context(portal)
             self._opened = _Opened(region, core, portal, Engine(core, portal, self._events))
             self._stack = stack.pop_all()
+        # What is announced is surveyed from the start on.
+        self._pump()
         return self
 
     async def __aexit__(self, *raised: object) -> None:
