@@ -122,17 +122,24 @@ class EventMirror:
         return reached
 
     def chain(self, medium: str, last: int, count: int, group: int | None = None) -> list[int]:
-        """`last` and the blocks before it, as far as they are in `medium`; at most `count`."""
+        """`last` and the blocks before it, at most `count`; ends with one that is not in `medium`
+        or has none before it."""
         places = [held.blocks for held in self._in(medium, group)]
         found: list[int] = []
         at: int | None = last
         while at is not None and len(found) < count:
-            blocks = next((blocks for blocks in places if at in blocks), None)
-            if blocks is None:
-                break
             found.append(at)
-            at = blocks[at]
+            blocks = next((blocks for blocks in places if at in blocks), None)
+            at = None if blocks is None else blocks[at]
         return found
+
+    def groups(self, medium: str) -> set[int]:
+        """Those of which something is in `medium`."""
+        return {
+            place.group_idx or 0
+            for place, held in self._places.items()
+            if place.medium == medium and (held.blocks or held.placeholders)
+        }
 
     def difference(
         self, truth: Mapping[str, Set[int]], group: int | None = None

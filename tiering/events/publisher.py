@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-import zmq
-
 from tiering.clock import Clock, MonotonicClock, UnixClock
 from tiering.errors import ClosedError, ConfigError
 from tiering.events import sockets
@@ -26,7 +24,7 @@ from tiering.events.blocks import BlockEvent, EventBatch
 from tiering.events.cutting import blocks_in, cut, weight
 from tiering.events.history import History
 from tiering.events.replays import REQUEST_BYTES_MAX, Replays
-from tiering.events.sockets import Socket
+from tiering.events.sockets import Socket, zmq
 from tiering.events.wire import Encoder, packed
 
 log = logging.getLogger("tiering")

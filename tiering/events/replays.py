@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import zmq
-
 from tiering.clock import Clock
 from tiering.events.history import History
-from tiering.events.sockets import Socket
+from tiering.events.sockets import Socket, zmq
 from tiering.events.wire import END_OF_REPLAY, NotDecodable, number_in, packed
 
 REQUESTS_MAX = 64

@@ -1,5 +1,5 @@
-"""Endpoints of KV events and the ZeroMQ sockets at them. The one importer of zmq beside those that
-use the sockets; needs the extra `events`.
+"""Endpoints of KV events and the ZeroMQ sockets at them. The one importer of zmq, which the extra
+`events` brings: whoever uses sockets takes it from here, so that its absence is one sentence.
 
 Owns vLLM's conventions: which endpoints a publisher binds, and how a data-parallel rank changes
 one. Whatever cannot be used is a ConfigError with the key, the value and the way out.
@@ -16,8 +16,10 @@ from typing import Any
 from tiering.errors import ConfigError
 
 try:
-    import zmq
-except ImportError as error:  # pragma: no cover: shown by a test in a process of its own
+    import zmq as zmq
+    import zmq.asyncio
+    from zmq.utils.monitor import parse_monitor_message as parse_monitor_message
+except ImportError as error:
     raise ImportError(
         "KV events go over ZeroMQ, and the package pyzmq is not installed: "
         "install this package with its extra `events`, or pyzmq by itself"

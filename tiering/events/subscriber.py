@@ -15,15 +15,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Self
 
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
-
 from tiering.clock import Clock, MonotonicClock
 from tiering.errors import ClosedError
 from tiering.events import sockets, wire
 from tiering.events.blocks import EventBatch
 from tiering.events.sequencer import Ordered, Question, Sequencer
+from tiering.events.sockets import parse_monitor_message, zmq
 
 log = logging.getLogger("tiering")
 
@@ -127,6 +124,7 @@ class EventSubscriber:
         self._unreadable = 0
         self._counts = _Counts()
         self._has_told = False
+        self._is_connected = False
         self._last_heard = 0.0
         self._replay: _Replay | None = None
         # Made on entering.
@@ -137,7 +135,12 @@ class EventSubscriber:
     @property
     def is_connected(self) -> bool:
         """Whether there is a publisher now, as far as ZeroMQ has told while we were reading."""
-        return self._counts.connects > self._counts.disconnects
+        return self._is_connected
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is held back and no replay is waited for."""
+        return not (self._ready or self._sequencer.held or self._sequencer.question)
 
     async def __aenter__(self) -> Self:
         """ConfigError where the endpoints cannot be used. Does not wait for a publisher."""
@@ -260,11 +263,13 @@ class EventSubscriber:
 
     async def _read_monitor(self, monitor: AsyncSocket) -> None:
         while (frames := await _next_of(monitor)) is not None:
-            if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
-                self._counts.disconnects += 1
-            else:
+            happened = parse_monitor_message(frames)["event"]
+            self._is_connected = happened == zmq.Event.HANDSHAKE_SUCCEEDED
+            if self._is_connected:
                 self._counts.connects += 1
                 self._sequencer.probe()
+            else:
+                self._counts.disconnects += 1
 
     async def _read_live(self, sub: AsyncSocket) -> None:
         for _ in range(_MESSAGES_A_TURN):

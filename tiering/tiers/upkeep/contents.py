@@ -1,7 +1,7 @@
 """Which chunks lie under a root, by namespace and group, in both layouts. For `tiering events`.
 
-Reads names and tables and changes nothing. Blocking. Other processes may write meanwhile, so what is
-told is of no single moment.
+Reads names and tables and changes nothing. Blocking. Other processes may write meanwhile, so what
+is told is of no single moment.
 """
 
 from __future__ import annotations
