@@ -54,6 +54,7 @@ class Sequencer:
         self._known: dict[int, int] = {}
         self._ready: list[Ordered] = []
         self._rounds = 0
+        self._must_prove = False
         self.question: Question | None = None
         self.incarnation = 0
         self.repeated = 0
@@ -89,6 +90,12 @@ class Sequencer:
         self._take_in(number, payload)
         self._ask_or_give_up()
 
+    def reconnected(self) -> None:
+        """The connection is new, so the publisher may be: it is taken for a new one unless it
+        still has a batch that is known."""
+        self._must_prove = self._next is not None
+        self.probe()
+
     def probe(self) -> None:
         """Ask whether anything came after the last batch that is known."""
         if self._can_ask and self.question is None:
@@ -103,7 +110,9 @@ class Sequencer:
         if is_first:
             question.first = number
         is_same = self._is_same(number, payload)
-        if is_same is False:
+        if is_same:
+            self._must_prove = False
+        elif is_same is False or (is_first and self._must_prove):
             self._start_anew()
             return
         if is_same or (self._next is not None and number < self._next):
@@ -192,4 +201,5 @@ class Sequencer:
         self._held.clear()
         self._known.clear()
         self._rounds = 0
+        self._must_prove = False
         self.question = Question(0, None) if self._can_ask else None

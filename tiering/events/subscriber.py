@@ -267,7 +267,7 @@ class EventSubscriber:
             self._is_connected = happened == zmq.Event.HANDSHAKE_SUCCEEDED
             if self._is_connected:
                 self._counts.connects += 1
-                self._sequencer.probe()
+                self._sequencer.reconnected()
             else:
                 self._counts.disconnects += 1
 
