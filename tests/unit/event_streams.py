@@ -31,9 +31,7 @@ def stored(
 ) -> BlockStored:
     """Blocks that follow one another, of 4 tokens each."""
     tokens = [token for each in hashes for token in range(each % 1000, each % 1000 + SIZE)]
-    return BlockStored(
-        list(hashes), parent, tokens, SIZE, None, medium, None, group_idx=group
-    )
+    return BlockStored(list(hashes), parent, tokens, SIZE, None, medium, None, group_idx=group)
 
 
 def removed(*hashes: int, medium: str | None = MEDIUM_CPU, group: int | None = 0) -> BlockRemoved:

@@ -11,11 +11,13 @@ from tiering.events.blocks import BlockEvent, BlockStored
 from tiering.events.cutting import cut, weight
 from tiering.events.mirror import EventMirror
 
+BLOCKS = st.integers(0, 9).map(range)
 EVENTS = st.lists(
-    st.integers(0, 9).flatmap(lambda n: st.sampled_from([stored, removed]).map(lambda f: f(*range(n))))
+    BLOCKS.map(lambda some: stored(*some))
+    | BLOCKS.map(lambda some: removed(*some))
     | st.just(cleared()),
     max_size=12,
-)  # fmt: skip
+)
 
 
 def mirrored(batches: list[list[BlockEvent]]) -> EventMirror:

@@ -37,7 +37,7 @@ WHOLE = BlockStored(
     locality="LOCAL",
 )
 
-# Of vLLM 0.32's own encoder; a test below has it encode them again.
+# Of vLLM 0.32's own encoder; test_event_vllm.py has it encode them again.
 GOLDEN: dict[str, tuple[EventBatch, str]] = {
     "all kinds": (
         EventBatch(1.5, [WHOLE, BlockRemoved([7], "STORAGE"), AllBlocksCleared()], 3),
@@ -63,34 +63,6 @@ GOLDEN: dict[str, tuple[EventBatch, str]] = {
 def test_a_batch_has_these_bytes(name: str) -> None:
     batch, expected = GOLDEN[name]
     assert Encoder().encode(batch).hex() == expected
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("name", GOLDEN)
-def test_vllms_own_structs_give_the_same_bytes(name: str) -> None:
-    from vllm.distributed import kv_events
-
-    batch, expected = GOLDEN[name]
-    events = [
-        getattr(kv_events, type(event).__name__)(**msgspec.structs.asdict(event))
-        for event in batch.events
-    ]
-    theirs = kv_events.KVEventBatch(ts=batch.ts, events=events)
-    theirs.data_parallel_rank = batch.data_parallel_rank
-    assert msgspec.msgpack.Encoder().encode(theirs).hex() == expected
-
-
-@pytest.mark.vllm
-def test_fields_and_defaults_are_vllms() -> None:
-    from vllm.distributed import kv_events
-
-    for ours in (BlockStored, BlockRemoved, AllBlocksCleared):
-        theirs = getattr(kv_events, ours.__name__)
-        assert ours.__struct_fields__ == theirs.__struct_fields__
-        assert ours.__struct_defaults__ == theirs.__struct_defaults__
-        assert ours.__struct_config__.tag == theirs.__struct_config__.tag
-    batch = kv_events.KVEventBatch
-    assert EventBatch.__struct_fields__ == batch.__struct_fields__
 
 
 def test_what_was_encoded_is_decoded() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from tiering import maintenance
 from tiering.cli import events_check, exits, words
 from tiering.cli.events_check import Check
 from tiering.clock import Clock, MonotonicClock
@@ -28,7 +29,8 @@ _TITLES = (
 
 def run(arguments: argparse.Namespace) -> int:
     roots = [Path(root) for root in arguments.check]
-    events_check.on_disk(roots, arguments.namespace)  # what is wrong with them is told at once
+    for root in roots:
+        maintenance.require_root(root)
     interval = arguments.interval
     subscriber = EventSubscriber(
         arguments.endpoint,
@@ -68,8 +70,8 @@ async def _watch(view: _View, roots: Sequence[Path], only: Sequence[str]) -> Che
             if roots and (is_over or (not came and view.may_be_complete)):
                 stored = await asyncio.to_thread(events_check.on_disk, roots, only)
                 check = events_check.compare(view.mirror, stored)
-                # What is told meanwhile may be the reason for a difference.
-                if check.is_equal or is_over or not await view.take(0.0):
+                # What is told meanwhile, or soon, may be the reason for a difference.
+                if check.is_equal or is_over or not await view.take(view.interval):
                     return check
             elif is_over:
                 return None
@@ -89,7 +91,7 @@ class _View:
         self.subscriber = subscriber
         self.mirror = EventMirror()
         self._clock = clock
-        self._interval = interval
+        self.interval = interval
         self._began = clock.now()
         self._ends = None if seconds is None else self._began + seconds
         self._as_json = as_json
@@ -120,7 +122,7 @@ class _View:
     async def watch_an_interval(self) -> bool:
         """Print a line when it is over. Whether anything came."""
         began, before = self._clock.now(), _blocks(self.mirror)
-        ends = began + self._interval
+        ends = began + self.interval
         if self._ends is not None:
             ends = min(ends, self._ends)
         came = False

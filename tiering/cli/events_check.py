@@ -43,9 +43,7 @@ class Check:
 
 
 def on_disk(roots: Sequence[Path], only: Sequence[str]) -> list[StoredChunks]:
-    """What lies there now. ConfigError or TieringError for what cannot be read at all."""
-    for root in roots:
-        maintenance.require_root(root)
+    """What lies there now. ConfigError for what cannot be read at all."""
     return [found for root in roots for found in maintenance.stored_chunks(root, only)]
 
 

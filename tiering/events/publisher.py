@@ -104,7 +104,9 @@ class ZmqPublisher:
         rank = data_parallel_rank
         self.endpoint = sockets.of_rank("endpoint", endpoint, rank)
         self.replay_endpoint = (
-            sockets.of_rank("replay_endpoint", replay_endpoint, rank) if replay_endpoint else None
+            None
+            if replay_endpoint is None
+            else sockets.of_rank("replay_endpoint", replay_endpoint, rank)
         )
         by_convention = sockets.is_bound_by_convention(self.endpoint)
         self._is_bound = by_convention if is_bound is None else is_bound

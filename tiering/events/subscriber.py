@@ -90,7 +90,7 @@ class EventSubscriber:
     `endpoint` and `replay_endpoint` are connected to, a wildcard being this host. `topic` is a
     prefix. A replay that says nothing for `replay_seconds_max` is given up; one is asked for
     whenever nothing came for `probe_seconds`. `unread_batches_max` bounds what is kept here while
-    nobody reads or a replay is waited for, `message_bytes_max` a message.
+    nobody reads or a replay is waited for. Messages are as large as the publisher makes them.
     """
 
     def __init__(
@@ -102,21 +102,19 @@ class EventSubscriber:
         replay_seconds_max: float = 5.0,
         probe_seconds: float = 5.0,
         unread_batches_max: int = 100_000,
-        message_bytes_max: int = 256 << 20,
         clock: Clock | None = None,
     ) -> None:
         """`clock` is monotonic. ConfigError for what is no endpoint."""
         self.endpoint = sockets.reachable(sockets.checked("endpoint", endpoint))
         self.replay_endpoint = (
-            sockets.reachable(sockets.checked("replay_endpoint", replay_endpoint))
-            if replay_endpoint
-            else None
+            None
+            if replay_endpoint is None
+            else sockets.reachable(sockets.checked("replay_endpoint", replay_endpoint))
         )
         self._topic = topic.encode()
         self._replay_seconds_max = replay_seconds_max
         self._probe_seconds = probe_seconds
         self._unread_batches_max = unread_batches_max
-        self._message_bytes_max = message_bytes_max
         self._clock = clock or MonotonicClock()
         self._sequencer = Sequencer(can_ask=replay_endpoint is not None)
         self._decoder = wire.Decoder()
@@ -337,7 +335,6 @@ class EventSubscriber:
         assert self._context is not None
         made = self._context.socket(kind)
         made.set_hwm(self._unread_batches_max)
-        made.setsockopt(zmq.MAXMSGSIZE, self._message_bytes_max)
         return made
 
     def _close(self) -> None:
