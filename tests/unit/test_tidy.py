@@ -41,6 +41,7 @@ MAY_AWAIT = (
 
 NEVER_IMPORTED = {
     "tiering.__main__": "`python -m tiering`",
+    "tiering.events.publisher": "for programs, see docs/api.md",
     "tiering_benchmarks.mend_vllm_cpu": "run by the Makefile while it sets up the environment",
 }
 
