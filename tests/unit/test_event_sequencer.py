@@ -68,6 +68,16 @@ def test_who_joins_late_gets_all_that_is_still_there() -> None:
     assert told(sequencer.take()) == [(11, 0, 0)]
 
 
+def test_what_an_answer_begins_behind_is_given_up_at_once() -> None:
+    sequencer = Sequencer(can_ask=True)
+    sequencer.probe()
+    question = sequencer.question
+    assert question is not None
+    for number in (4, 5):
+        sequencer.replayed(question, number, body(number))
+    assert told(sequencer.take()) == [(4, 4, 0), (5, 0, 0)], "and not kept until its end"
+
+
 def test_what_the_publisher_dropped_is_told_as_missed() -> None:
     sequencer = Sequencer(can_ask=True)
     sequencer.live(0, body(0))
@@ -126,6 +136,27 @@ def test_numbers_that_go_back_are_another_publisher() -> None:
     found = sequencer.take()
     assert told(found)[2:] == [(2, 0, 0), (0, 0, 1), (1, 0, 1)]
     assert found[3].payload == b"b0"
+
+
+def test_numbers_that_go_back_behind_all_that_is_remembered_are_another_publisher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequencer, "REMEMBERED_BATCHES_MAX", 2)
+    under_test = Sequencer(can_ask=False)
+    for number in range(9):
+        under_test.live(number, body(number))
+    under_test.live(3, body(3, "b"))
+    assert told(under_test.take())[-1] == (3, 3, 1)
+
+
+def test_another_batch_where_a_replay_ran_ahead_is_another_publisher() -> None:
+    for of, incarnation in (("a", 0), ("b", 1)):
+        sequencer = Sequencer(can_ask=True)
+        sequencer.live(0, body(0))
+        sequencer.probe()
+        replay(sequencer, range(9))
+        sequencer.live(7, body(7, of))
+        assert sequencer.incarnation == incarnation
 
 
 def test_the_same_batch_again_is_no_restart() -> None:

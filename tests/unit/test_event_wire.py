@@ -69,6 +69,7 @@ def test_what_was_encoded_is_decoded() -> None:
     decoder = Decoder()
     for batch, expected in GOLDEN.values():
         assert decoder.decode(bytes.fromhex(expected)) == (batch, [])
+        assert msgspec.msgpack.decode(bytes.fromhex(expected), type=EventBatch) == batch
 
 
 def test_the_frames_of_a_message() -> None:
