@@ -15,6 +15,7 @@ from tiering.errors import TieringError
 from tiering.tiers.disk import diskio, mounts
 from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.upkeep.collect import Candidate, Collector, Plan
+from tiering.tiers.upkeep.contents import StoredChunks, StoredGroup, stored_chunks
 from tiering.tiers.upkeep.scrub import Finding, Scrub, ScrubReport
 from tiering.tiers.upkeep.survey import NamespaceSurvey, survey
 from tiering_kernels.chunkio import ENGINES, EngineUnavailable
@@ -29,12 +30,15 @@ __all__ = [
     "Plan",
     "Scrub",
     "ScrubReport",
+    "StoredChunks",
+    "StoredGroup",
     "io_engines",
     "mount_of",
     "open_collector",
     "open_scrub",
     "probe_io_path",
     "require_root",
+    "stored_chunks",
     "survey_root",
 ]
 

@@ -44,7 +44,7 @@ def test_every_command_that_is_named_exists(name: str) -> None:
 
 
 def test_every_option_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stat", "verify", "gc"):
+    for name in ("stat", "verify", "gc", "events"):
         with pytest.raises(SystemExit):
             main([name, "--help"])
     helped = capsys.readouterr().out

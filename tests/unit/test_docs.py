@@ -64,8 +64,17 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     assert blank == pages
 
 
+def test_the_program_about_events_in_the_api_page_runs() -> None:
+    _, source = fences(TOP / "docs/api.md", "python")
+    local = re.sub(r"tcp://\*:\d+", "tcp://127.0.0.1:0", source)
+    assert local != source
+    names: dict[str, object] = {}
+    exec(compile(local, "api.md", "exec"), names)
+    assert asyncio.run(names["tell_and_follow"]()) == 1  # type: ignore[operator]
+
+
 def test_the_api_page_names_what_there_is() -> None:
-    (source,) = fences(TOP / "docs/api.md", "python")
+    source, _ = fences(TOP / "docs/api.md", "python")
     used = set(re.findall(r"\b(StoreConfig|KVLayout|FsTierConfig|GiB|TieredStore)\b", source))
     assert used - {"TieredStore"} <= set(tiering.__all__)
     table = re.findall(r"^\| `(\w+)\(", (TOP / "docs/api.md").read_text(), re.M)

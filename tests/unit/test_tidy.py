@@ -31,6 +31,9 @@ MAY_AWAIT = (
     "tiering/pipeline/",
     "tiering/portal.py",
     "tiering/store.py",
+    "tiering/events/publisher.py",
+    "tiering/events/subscriber.py",
+    "tiering/cli/events.py",
     "tiering/testing/",
     "benchmarks/",
     "docs/examples/",
@@ -38,6 +41,7 @@ MAY_AWAIT = (
 
 NEVER_IMPORTED = {
     "tiering.__main__": "`python -m tiering`",
+    "tiering.events.publisher": "for programs, see docs/api.md",
     "tiering_benchmarks.mend_vllm_cpu": "run by the Makefile while it sets up the environment",
 }
 

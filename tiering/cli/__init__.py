@@ -1,4 +1,4 @@
-"""The command `tiering`: look at a configuration, look after what a directory holds.
+"""The command `tiering`: look at a configuration, a stream of KV events, what a directory holds.
 
 Prints results to stdout, progress and one sentence for a failure to stderr. Owns words and exit
 codes only; all it says comes from `config` and, through `maintenance`, from the tiers. What takes
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(add)
     for command in (_add_stat(add), _add_verify(add), _add_gc(add)):
         command.add_argument("root", metavar="ROOT", help="the root_dir of an fs tier")
+    _add_events(add)
     return parser
 
 
@@ -110,7 +111,21 @@ def _gc(arguments: argparse.Namespace) -> int:
     return gc.run(arguments)
 
 
-_COMMANDS = {"config": _config, "stat": _stat, "verify": _verify, "gc": _gc}
+def _events(arguments: argparse.Namespace) -> int:
+    try:
+        from tiering.cli import events
+    except ImportError as error:
+        raise TieringError(str(error)) from error
+    return events.run(arguments)
+
+
+_COMMANDS = {
+    "config": _config,
+    "stat": _stat,
+    "verify": _verify,
+    "gc": _gc,
+    "events": _events,
+}
 _Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 
@@ -191,8 +206,50 @@ def _add_gc(add: _Add) -> argparse.ArgumentParser:
     return gc
 
 
+def _add_events(add: _Add) -> None:
+    events = add(
+        "events",
+        "watch the KV events that an engine publishes",
+        "Watch the KV events published at ENDPOINT, by vLLM or a program: for each medium the\n"
+        "blocks stored and removed per second and those there now, and what went wrong. Ends\n"
+        "with Ctrl-C, after --seconds, or with --check once nothing has come for an interval.",
+    )
+    events.add_argument(
+        "endpoint", metavar="ENDPOINT", help="as the publisher has it; * stands for this host"
+    )
+    events.add_argument(
+        "--replay", metavar="ENDPOINT", help="where to ask for what was missed, from the start on"
+    )
+    events.add_argument(
+        "--topic", default="", metavar="T", help="only topics that begin with it (default: all)"
+    )
+    events.add_argument(
+        "--interval",
+        type=_positive,
+        default=1.0,
+        metavar="S",
+        help="seconds between two lines (default: 1)",
+    )
+    events.add_argument("--seconds", type=_positive, metavar="N", help="end after N seconds")
+    events.add_argument(
+        "--check",
+        nargs="+",
+        metavar="ROOT",
+        default=[],
+        help="compare what was announced for STORAGE with the chunks under these root_dirs",
+    )
+    _add_namespace(events, "with --check: only the namespace in this directory; may be repeated")
+
+
 def _add_namespace(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--namespace", action="append", default=[], metavar="DIR", help=what)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not (0 < number < math.inf):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
 
 
 def _not_negative(text: str) -> float:

@@ -15,7 +15,9 @@ def printable(text: str) -> str:
 def count(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
-    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def size(size_bytes: int) -> str:
