@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tiering.broadcast import Broadcast
     from tiering.config import (
         ConnectorConfig,
         EngineConfig,
@@ -37,6 +38,7 @@ GiB = 1 << 30
 TiB = 1 << 40
 
 __all__ = [
+    "Broadcast",
     "ClosedError",
     "ConfigError",
     "ConnectorConfig",
@@ -60,6 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "tiering.broadcast": ("Broadcast",),
     "tiering.config": (
         "ConnectorConfig",
         "EngineConfig",

@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import tiering
 from tiering import KVLayout, StoreConfig
 from tiering.events.announcer import COUNTERS as EVENT_COUNTERS
+from tiering.events.publisher import ZmqPublisher
 from tiering.residency.core import COUNTERS
 from tiering.residency.state import TRANSITIONS, SlotEvent, SlotState
 
@@ -64,8 +66,27 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     assert blank == pages
 
 
+def test_a_stores_events_are_published_as_the_api_page_says(tmp_path: Path) -> None:
+    *_, source = fences(TOP / "docs/api.md", "python")
+    local = re.sub(r"tcp://\*:\d+", "tcp://127.0.0.1:0", source)
+    program = "async def run():\n" + textwrap.indent(local, "    ")
+    program += "    return events.stats(), publisher.stats()\n"
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
+    names: dict[str, object] = {
+        "Broadcast": tiering.Broadcast,
+        "TieredStore": tiering.TieredStore,
+        "ZmqPublisher": ZmqPublisher,
+        "config": StoreConfig(layout=layout, cpu_bytes_to_use=64 << 20),
+        "tokens": list(range(64)),
+        "pages": [bytes(layout.chunk_bytes)] * (64 // layout.chunk_tokens),
+    }
+    exec(compile(program, "api.md", "exec"), names)
+    told, sent = asyncio.run(names["run"]())  # type: ignore[operator]
+    assert told["events_blocks_stored"] == sent.blocks == 64 // layout.block_tokens
+
+
 def test_the_program_about_events_in_the_api_page_runs() -> None:
-    _, source = fences(TOP / "docs/api.md", "python")
+    _, source, _ = fences(TOP / "docs/api.md", "python")
     local = re.sub(r"tcp://\*:\d+", "tcp://127.0.0.1:0", source)
     assert local != source
     names: dict[str, object] = {}
@@ -74,7 +95,7 @@ def test_the_program_about_events_in_the_api_page_runs() -> None:
 
 
 def test_the_api_page_names_what_there_is() -> None:
-    source, _ = fences(TOP / "docs/api.md", "python")
+    source, *_ = fences(TOP / "docs/api.md", "python")
     used = set(re.findall(r"\b(StoreConfig|KVLayout|FsTierConfig|GiB|TieredStore)\b", source))
     assert used - {"TieredStore"} <= set(tiering.__all__)
     table = re.findall(r"^\| `(\w+)\(", (TOP / "docs/api.md").read_text(), re.M)

@@ -31,6 +31,7 @@ MAY_AWAIT = (
     "tiering/pipeline/",
     "tiering/portal.py",
     "tiering/store.py",
+    "tiering/broadcast.py",
     "tiering/events/publisher.py",
     "tiering/events/subscriber.py",
     "tiering/cli/events.py",
