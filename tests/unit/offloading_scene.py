@@ -14,7 +14,7 @@ import numpy as np
 
 from gated import GatedPortal
 from tiering.engine import Engine
-from tiering.events import NoEvents
+from tiering.events import EventSink, NoEvents
 from tiering.keys import chunk_key
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Place
@@ -54,7 +54,12 @@ class Scene:
     """A half over a gated portal, with `ranks` workers that do as the test says."""
 
     def __init__(
-        self, slots: int, tiers: int = 1, ranks: int = 1, groups: Sequence[int] = (0,)
+        self,
+        slots: int,
+        tiers: int = 1,
+        ranks: int = 1,
+        groups: Sequence[int] = (0,),
+        events: EventSink | None = None,
     ) -> None:
         spare = NOTE_BYTES // ROW + 1
         assert slots_in(slots + spare, ROW, ranks) == slots
@@ -64,7 +69,7 @@ class Scene:
         self.core = Residency(slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS)
         self.ledger = Ledger(self.rows, ranks, ranks)
         lookups = Lookups(self.core, tiers, self.clock, DEADLINE_SECONDS)
-        removals = Removals(NoEvents())
+        removals = Removals(events or NoEvents())
         engine = Engine(self.core, self.portal, removals)
         meter = TransferMeter()
         self.half = OffloadingHalf(engine, removals, self.ledger, lookups, meter, groups)

@@ -52,10 +52,15 @@ class OffloadedEvents:
             elif event.tier not in self._places:
                 continue
             elif isinstance(event, ChunksStored):
-                holdings = self._holdings[event.tier]
-                self._tell(event.tier, holdings.add(event.keys), False)
+                # What was written before a reset may come late.
+                keys = [key for key in event.keys if self._name(key) is not None]
+                self._tell(event.tier, self._holdings[event.tier].add(keys), False)
             elif isinstance(event, ChunksRemoved):
                 self._removed(event.tier, event.keys)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._told)
 
     def take(self) -> list[OffloadingEvent]:
         """What was told since the last call, in order."""
@@ -69,9 +74,9 @@ class OffloadedEvents:
     def _tell(self, tier: int, keys: Sequence[bytes], is_removed: bool) -> None:
         for others in self._others[tier]:
             keys = [key for key in keys if key not in others]
-        if keys:
+        names = [OffloadKey(name) for name in map(self._name, keys) if name is not None]
+        if names:
             place = self._places[tier]
-            names = [OffloadKey(name) for name in map(self._name, keys) if name is not None]
             event = OffloadingEvent(names, place.medium, is_removed, place.locality)
             event.removal_expected = self._keeps_descriptions
             self._told.append(event)

@@ -226,6 +226,11 @@ class OffloadingHalf:
         turn to be written. vLLM steps by itself for requests that wait."""
         return bool(self._orphans or self._orphan_loads) or self._core.needs_turns
 
+    @property
+    def writes_end(self) -> bool:
+        """Whether chunks are under way to the tiers, and will soon have come."""
+        return self._core.writes_end
+
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
         self._core.reset()

@@ -101,7 +101,10 @@ class TieredOffloadingManager(OffloadingManager):
         self._half.end_step(context.new_req_ids)
 
     def has_pending_work(self) -> bool:
-        return self._half.needs_steps
+        if self._half.needs_steps:
+            return True
+        # vLLM asks for events in its steps.
+        return self._events is not None and (self._events.has_news or self._half.writes_end)
 
     def reset_cache(self) -> None:
         self._half.reset()
