@@ -103,6 +103,8 @@ async def test_orphans_go_with_all_that_is_theirs_and_out_of_the_books(tmp_path:
         await fill_files(tmp_path, rank=rank)
     await fill_segments(tmp_path)
     segment_places.segments_of(tmp_path).with_suffix(".quarantine").mkdir()
+    for end in ("", "-wal", "-shm"):
+        (tmp_path / NAMESPACE.directory / f"catalogue.sqlite3{end}").touch()
     assert booked(tmp_path) == 2 * len(KEYS)
     calls: list[tuple[int, int]] = []
     found = collector(tmp_path, days=31)

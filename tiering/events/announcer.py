@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Protocol
 
 from tiering.clock import Clock
-from tiering.events.blocks import AllBlocksCleared, BlockEvent
+from tiering.events.blocks import BlockEvent
 from tiering.events.channels import COUNTERS as CHANNEL_COUNTERS
 from tiering.events.channels import Channel, Medium, Outbox
 from tiering.events.chunks import (
@@ -40,11 +40,14 @@ from tiering.events.holdings import Holdings
 from tiering.keys import GROUP_BYTES
 from tiering.metrics import Counters
 
-BLOCKS_AT_ONCE = 4096
-"""What `take` gives at a time, unless told otherwise: a router is not flooded by a full disk."""
+BLOCKS_AT_ONCE = 1024
+"""What `take` gives at a time, unless told otherwise: it is called on a scheduler's thread."""
 
-CHUNKS_AT_ONCE = 512
+CHUNKS_AT_ONCE = 256
 """What is looked at in one call of what has been put off."""
+
+SILENCE_SECONDS = 5.0
+"""A catalogue that has not answered for so long is not waited for."""
 
 COUNTERS = (*CHANNEL_COUNTERS, "events_undescribed", *CATALOGUE_COUNTERS)
 
@@ -64,7 +67,7 @@ class Catalogue(Protocol):
 
     def ask(self, keys: Sequence[bytes]) -> bool: ...
 
-    def suspect(self, before_seconds: float) -> None: ...
+    def suspect(self, before_seconds: float, after: bytes = b"") -> None: ...
 
     def take(self) -> list[Answer]: ...
 
@@ -113,6 +116,7 @@ class Announcer:
         # To be announced again.
         self._again: deque[bytes] = deque()
         self._surveyed_since: dict[int, float] = {}
+        self._asked_at: dict[int, float] = {}
         self._is_cleared = False
         self._mask = 0
 
@@ -145,10 +149,6 @@ class Announcer:
             elif event.tier in self._channels:
                 self._surveyed(event)
 
-    def restart(self) -> None:
-        """This engine is a new one: whatever was announced under its name is not so."""
-        self._outbox.add(AllBlocksCleared())
-
     def device_was_reset(self) -> None:
         """Routers were told that nothing is anywhere. What is still there is announced again."""
         self._outbox.clear()
@@ -169,10 +169,14 @@ class Announcer:
         """Whether `take` has something now, or will have without anyone's doing."""
         return (
             bool(self._outbox or self._again)
-            or any(self._wanted.values())
             or any(holdings.has_lost for holdings in self._holdings.values())
-            or any(catalogue.is_asked for catalogue in self._catalogues.values())
+            or any(map(self._will_hear, self._catalogues))
         )
+
+    def _will_hear(self, tier: int) -> bool:
+        if not self._catalogues[tier].is_asked:
+            return bool(self._wanted[tier])
+        return self._clock.now() - self._asked_at.get(tier, 0.0) < SILENCE_SECONDS
 
     def take(self, blocks_max: int = BLOCKS_AT_ONCE) -> list[BlockEvent]:
         """The next events, up to about so many blocks."""
@@ -307,6 +311,7 @@ class Announcer:
                 if isinstance(answer, Suspects):
                     if gone := [key for key in answer.keys if key not in holdings]:
                         catalogue.forget(gone)
+                    catalogue.suspect(self._surveyed_since[tier], answer.keys[-1])
                     continue
                 self._count_undescribed([key for key in answer.missing if key in holdings])
                 self._tell_everywhere(answer.described)
@@ -329,6 +334,7 @@ class Announcer:
             if wanted and not catalogue.is_asked:
                 keys = list(islice(wanted, CHUNKS_AT_ONCE))
                 if catalogue.ask(keys):
+                    self._asked_at[tier] = self._clock.now()
                     for key in keys:
                         del wanted[key]
 

@@ -37,9 +37,9 @@ log = logging.getLogger("tiering")
 VERSION = 1
 TASKS_MAX = 4096
 KEYS_IN_STATEMENT = 512
-SUSPECTS_AT_ONCE = 1024
+SUSPECTS_AT_ONCE = 512
 BUSY_SECONDS_MAX = 5.0
-CLOSE_SECONDS_MAX = 5.0
+CLOSE_SECONDS_MAX = 2.0
 
 SCHEMA = """
 CREATE TABLE chunk(key BLOB PRIMARY KEY, added INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
@@ -85,9 +85,10 @@ class Catalogue:
             return True
         return False
 
-    def suspect(self, before_seconds: float) -> None:
-        """Have Suspects, later: all that was described before that, seconds since 1970."""
-        self._put(lambda: self._suspect(before_seconds), 0)
+    def suspect(self, before_seconds: float, after: bytes = b"") -> None:
+        """Have Suspects, later: the first of those behind the key `after` that were described
+        before that, seconds since 1970."""
+        self._put(lambda: self._suspect(before_seconds, after), 0)
 
     def take(self) -> list[Answer]:
         """What has been answered since the last call."""
@@ -191,15 +192,10 @@ class Catalogue:
             missing = [key for key in keys if key not in described]
             self._answers.append(Told(told, missing))
 
-    def _suspect(self, before_seconds: float) -> None:
+    def _suspect(self, before_seconds: float, after: bytes) -> None:
         query = "SELECT key FROM chunk WHERE key > ? AND added < ? ORDER BY key LIMIT ?"
-        last = b""
-        while True:
-            page = (last, int(before_seconds), SUSPECTS_AT_ONCE)
-            keys = [key for (key,) in self._opened().execute(query, page)]
-            if not keys:
-                break
-            last = keys[-1]
+        page = (after, int(before_seconds), SUSPECTS_AT_ONCE)
+        if keys := [key for (key,) in self._opened().execute(query, page)]:
             self._answers.append(Suspects(keys))
 
 

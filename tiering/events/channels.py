@@ -53,10 +53,6 @@ class Outbox:
         self._events.clear()
         self.blocks = 0
 
-    def add(self, event: BlockEvent) -> None:
-        """An event as it is."""
-        self._events.append(event)
-
     def stored(self, medium: Medium, chunks: Sequence[Description]) -> None:
         """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`."""
         most = max(1, BLOCKS_IN_EVENT_MAX // self._shape.blocks_per_chunk)
@@ -180,9 +176,11 @@ class Channel:
         self._outbox = outbox
         self._shares_blocks = shape.blocks_per_chunk > 1
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
-        # Hashes and parent, as in its Description.
-        self._announced: dict[bytes, tuple[bytes, bytes]] = {}
-        # Chunks that begin after the same block, the only ones that can share any.
+        # The hashes, as in its Description.
+        self._announced: dict[bytes, bytes] = {}
+        # Of chunks that can share blocks, the parent, and by that those who have the same: no
+        # others can share any.
+        self._parents: dict[bytes, bytes] = {}
         self._siblings: dict[bytes, list[bytes]] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -201,23 +199,22 @@ class Channel:
             ]
         else:
             for key, told in zip(keys, described, strict=True):
-                self._announced[key] = told.hashes, told.parent
+                self._announced[key] = told.hashes
         self._outbox.stored(self.medium, described)
 
     def announce_bare(self, keys: Sequence[bytes], hashes: bytes) -> None:
         """The same without anything but the hash of each one's last block, HASH_BYTES each."""
         for at, key in enumerate(keys):
-            self._announced[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES], b""
+            self._announced[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
         self._outbox.placeholders(self.medium, hashes)
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """The chunks are not there any more. Those that were not announced do not matter."""
         gone = []
         for key in keys:
-            announced = self._announced.pop(key, None)
-            if announced is not None:
-                hashes, parent = announced
-                gone.append(self._left(key, hashes, parent) if self._shares_blocks else hashes)
+            hashes = self._announced.pop(key, None)
+            if hashes is not None:
+                gone.append(self._left(key, hashes) if key in self._parents else hashes)
         self._outbox.removed(self.medium, b"".join(gone))
 
     def withdraw_all(self) -> None:
@@ -225,14 +222,15 @@ class Channel:
 
     def forget(self) -> None:
         """Nothing counts as announced, without a word."""
-        self._announced.clear()
-        self._siblings.clear()
+        for some in (self._announced, self._parents, self._siblings):
+            some.clear()
 
     def _unshared(self, key: bytes, told: Description) -> Description | None:
         """What of a chunk that comes is not announced with others; None if all of it is."""
         known = self._shared(key, told.hashes, told.parent)
         self._siblings.setdefault(told.parent, []).append(key)
-        self._announced[key] = told.hashes, told.parent
+        self._parents[key] = told.parent
+        self._announced[key] = told.hashes
         if not known:
             return told
         at = known * HASH_BYTES
@@ -246,14 +244,14 @@ class Channel:
             None if told.extra_keys is None else told.extra_keys[known:],
         )
 
-    def _left(self, key: bytes, hashes: bytes, parent: bytes) -> bytes:
+    def _left(self, key: bytes, hashes: bytes) -> bytes:
         """What of a chunk that goes is not announced with others."""
-        siblings = self._siblings.get(parent, [])
-        if key in siblings:
-            siblings.remove(key)
+        parent = self._parents.pop(key)
+        siblings = self._siblings[parent]
+        siblings.remove(key)
         known = self._shared(key, hashes, parent)
         if not siblings:
-            self._siblings.pop(parent, None)
+            del self._siblings[parent]
         return hashes[known * HASH_BYTES :]
 
     def _shared(self, key: bytes, hashes: bytes, parent: bytes) -> int:
@@ -261,7 +259,7 @@ class Channel:
         most = 0
         for other in self._siblings.get(parent, ()):
             if other != key:
-                most = max(most, _common_blocks(self._announced[other][0], hashes))
+                most = max(most, _common_blocks(self._announced[other], hashes))
         return most
 
 

@@ -176,7 +176,7 @@ class Announcing:
         return f"<Announcing {self._announcer!r}>"
 
 
-class _Converter:
+class Converter:
     """Our events as those of the vLLM that is installed, which may know fewer fields."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ def announcing_for(
         self_describing=config.self_describing_kv_events,
         descriptions_max=2 * slots + 4096,
     )
-    return Announcing(announcer, geometry, shape, position, _Converter())
+    return Announcing(announcer, geometry, shape, position, Converter())
 
 
 def _shape_of(kv_cache_config: KVCacheConfig, geometry: Geometry) -> tuple[int, Shape] | None:
