@@ -17,6 +17,10 @@ CPU_BYTES ?= 4294967296
 ROOT_DIR ?= $(HOME)/.cache/kv-tiering
 ARGS ?=
 
+# Tests run side by side, a file in one process; a real vLLM needs about one core and 2 GB.
+WORKERS ?= auto
+SIDE_BY_SIDE := --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 READY := $(VENV)/ready
 
 .PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream
@@ -37,10 +41,10 @@ demo: $(READY)
 	$(BIN)/tiering-bench demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
 check: $(READY)
 	$(BIN)/ruff check

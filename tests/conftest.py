@@ -1,5 +1,6 @@
 """For all tests: asserts of the shipped test helpers explain themselves like those of tests, and
-what needs vLLM says so where there is none. It is asked for by its metadata, never imported."""
+what needs vLLM says so where there is none, and comes first: it takes longest, and short tests fill
+the gaps. vLLM is asked for by its metadata, never imported."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ def _vllm_is_installed() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     if _vllm_is_installed():
         return
     skip = pytest.mark.skip(reason="no vLLM in this environment; `make test` sets up one with it")

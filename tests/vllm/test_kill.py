@@ -4,8 +4,10 @@ and nothing is left behind for ever."""
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +29,10 @@ PROMPT_BLOCKS = 60
 FILES_DEADLINE_SECONDS = 60.0
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("kvtier-*")}
+def regions_of(pids: Sequence[int]) -> set[Path]:
+    """The host tiers' regions that these processes have mapped, by the names they had."""
+    lines = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {Path(name) for name in re.findall(r"/dev/shm/kvtier-\S+", lines)}
 
 
 def chunk_files(root: Path) -> list[Path]:
@@ -76,7 +80,7 @@ def test_kills_during_stores_leave_no_wrong_byte_and_no_litter(
     make_server: ServerFactory, tmp_path: Path
 ) -> None:
     chance = random.Random(3)
-    before = shared_memory()
+    regions: set[Path] = set()
     server = make_server(
         connector=connector_config(tmp_path, 64 << 20, blocks_per_chunk=1), block_size=BLOCK
     )
@@ -86,13 +90,15 @@ def test_kills_during_stores_leave_no_wrong_byte_and_no_litter(
         storing = Storing(server.client, kill)
         there_are = len(chunk_files(tmp_path))
         wait_for_files(tmp_path, there_are + chance.randrange(3 * PROMPT_BLOCKS))
+        regions |= regions_of(server.processes())
         server.kill()
         storing.join()
         asked += storing.asked
 
     with server:
         assert not list(tmp_path.rglob("*.tmp"))
-        assert shared_memory() <= before
+        regions |= regions_of(server.processes())
+        assert len(regions) == KILLS + 1
         files = chunk_files(tmp_path)
         assert len(files) > KILLS
         for path in files:
@@ -109,4 +115,4 @@ def test_kills_during_stores_leave_no_wrong_byte_and_no_litter(
         assert metrics["vllm:tiering_promotions_damaged_total"] == 0
         assert metrics["vllm:tiering_promotions_missing_total"] == 0
         wait_at_rest(tmp_path, len(files))
-    assert shared_memory() <= before
+    assert not [path for path in regions if path.exists()]
