@@ -22,7 +22,8 @@ ARGS ?=
 
 READY := $(VENV)/ready
 
-.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream
+.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream \
+	acceptance-dynamo
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +35,7 @@ help:
 	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"
 	@echo "make acceptance-versions  the connector under every version of vLLM it is meant for; ENVS"
 	@echo "make acceptance-upstream  vLLM's own tests of KV offloading against our spec and tiers"
+	@echo "make acceptance-dynamo    NVIDIA Dynamo's frontend and workers before the connector; ENV"
 	@echo "make clean            remove the environment and all caches"
 
 demo: $(READY)
@@ -59,6 +61,12 @@ acceptance-versions: $(READY)
 
 acceptance-upstream: $(READY)
 	$(BIN)/python tests/upstream/run.py
+
+# An environment with vLLM and Dynamo, about 4 GB; kept where ENV says, else removed.
+ENV ?=
+
+acceptance-dynamo: $(READY)
+	$(BIN)/python tests/dynamo/run.py $(if $(ENV),--env "$(ENV)")
 
 define KV_TRANSFER_CONFIG
 {"kv_connector": "TieredConnector",
