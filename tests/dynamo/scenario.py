@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tiering_benchmarks.server import ENVIRONMENT
@@ -30,7 +31,7 @@ from tiering_benchmarks.server import ENVIRONMENT
 HOST = "127.0.0.1"
 HTTP_PORT = 8000
 MODEL_NAME = "m"
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("dynamo_vllm.py")
 
 BLOCK = 32
 PROMPT_BLOCKS = 20
@@ -42,6 +43,7 @@ START_SECONDS = 600.0
 NOTICE_SECONDS = 120.0
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.2
+QUIET_SECONDS = 2.0
 
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 1
@@ -89,7 +91,15 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env={**os.environ, **ENVIRONMENT, **ENVIRONMENT_OF_DYNAMO, **self.environment},
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    **ENVIRONMENT_OF_DYNAMO,
+                    # Dynamo keeps copies of models' settings at home.
+                    "HOME": str(self.folder),
+                    "DYN_FILE_KV": str(self.folder / "discovery"),
+                    **self.environment,
+                },
                 start_new_session=True,
             )
 
@@ -123,7 +133,7 @@ def frontend(folder: Path) -> Process:
         "frontend",
         [*command, "--router-mode=kv"],
         folder,
-        {"DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "debug"},
+        {"DYN_LOG": "debug"},
     )
 
 
@@ -137,9 +147,7 @@ def worker(number: int, model: Path, folder: Path, endpoint: str) -> Process:
             "cpu_bytes_to_use": HOST_BYTES,
             "blocks_per_chunk": 2,
             "self_describing_kv_events": True,
-            "secondary_tiers": [
-                {"type": "fs", "root_dir": str(root), "enable_kv_events": True}
-            ],
+            "secondary_tiers": [{"type": "fs", "root_dir": str(root), "enable_kv_events": True}],
         },
     }
     events = {"publisher": "zmq", "endpoint": endpoint, "enable_kv_cache_events": True}
@@ -147,6 +155,8 @@ def worker(number: int, model: Path, folder: Path, endpoint: str) -> Process:
         str(WORKER),
         f"--model={model}",
         f"--served-model-name={MODEL_NAME}",
+        # The tiny model's tokenizer has no template for a chat.
+        "--endpoint-types=completions",
         "--enforce-eager",
         "--dtype=float32",
         "--max-model-len=1024",
@@ -157,11 +167,7 @@ def worker(number: int, model: Path, folder: Path, endpoint: str) -> Process:
         f"--kv-transfer-config={json.dumps(connector)}",
         f"--kv-events-config={json.dumps(events)}",
     ]
-    environment = {
-        "DYN_FILE_KV": str(folder / "discovery"),
-        "DYN_SYSTEM_PORT": str(8080 + number),
-        "DYN_LOG": "info",
-    }
+    environment = {"DYN_SYSTEM_PORT": str(8080 + number), "DYN_LOG": "info"}
     return Process(f"worker-{number}", command, folder, environment)
 
 
@@ -204,27 +210,56 @@ def sample(port: int, name: str, **labels: str) -> float:
 
 def cached(number: int, source: str) -> float:
     """Prompt tokens that worker `number` had from `source`."""
-    return sample(8080 + number, "prompt_tokens_cached_by_source", source=source)
+    return sample(8080 + number, "vllm:prompt_tokens_cached_by_source", source=source)
 
 
 def prompts(name: str, count: int, blocks: int = PROMPT_BLOCKS) -> list[list[int]]:
     chance = random.Random(name)
-    return [
-        [chance.randrange(300, 4096) for _ in range(blocks * BLOCK + 8)] for _ in range(count)
-    ]
+    return [[chance.randrange(300, 4096) for _ in range(blocks * BLOCK + 8)] for _ in range(count)]
 
 
-def wait(what: str, holds: Callable[[], bool], processes: Sequence[Process], seconds: float) -> None:
+def wait(
+    what: str, holds: Callable[[], bool], processes: Sequence[Process], seconds: float
+) -> None:
     deadline = time.monotonic() + seconds
+    reason = "it is not so"
     while True:
         for process in processes:
             process.check()
-        with suppress(NotSeen):
+        try:
             if holds():
                 return
+        except NotSeen as error:
+            reason = str(error)
         if time.monotonic() > deadline:
-            raise NotSeen(f"within {seconds:g} s not seen: {what}")
+            raise NotSeen(f"within {seconds:g} s not seen: {what}; {reason}")
         time.sleep(POLL_SECONDS)
+
+
+def accepted_for_prefill(*names: str) -> bool:
+    """Whether a worker that does prefill only may have this connector, or these in one."""
+    from dynamo.vllm.kv_connector_protocols import make_kv_connector_protocol
+
+    alone = len(names) == 1
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    given = SimpleNamespace(
+        kv_connector=names[0] if alone else "MultiConnector",
+        kv_connector_extra_config={} if alone else {"connectors": children},
+    )
+    try:
+        make_kv_connector_protocol(SimpleNamespace(kv_transfer_config=given))
+    except ValueError:
+        return False
+    return True
+
+
+def check_prefill() -> None:
+    for ours in ("TieredConnector", "OffloadingConnector"):
+        pair = ("NixlConnector", ours)
+        accepted = [accepted_for_prefill(*names) for names in (pair, pair[::-1], pair[1:])]
+        if accepted != [True, True, False]:
+            raise NotSeen(f"{ours} for prefill: after, before, without NIXL: {accepted}")
+    print("seen: with NixlConnector ours is accepted for prefill, as vLLM's is", flush=True)
 
 
 def raise_loopback() -> None:
@@ -237,6 +272,7 @@ class Scenario:
     """Owns the programs of a run, in the order in which things are tried."""
 
     def __init__(self, model: Path, folder: Path) -> None:
+        check_prefill()
         self._front = frontend(folder)
         self._workers = {
             # Both ways that vLLM listens in.
@@ -244,7 +280,6 @@ class Scenario:
             2: worker(2, model, folder, f"ipc://{folder}/kv-events-2"),
         }
         self._all = [self._front, *self._workers.values()]
-        self.seen: list[str] = []
 
     def run(self) -> None:
         with ExitStack() as stack:
@@ -263,6 +298,21 @@ class Scenario:
             self._say(f"{APPLIED} of stored blocks is {applied:g}")
             if not applied:
                 raise NotSeen(f"{APPLIED} stays 0")
+            self._without_events()
+
+    def _without_events(self) -> None:
+        """The router goes by what it has sent where; nothing of the tiers takes part."""
+        self._front.stop()
+        self._front.command = [*self._front.command, "--no-router-kv-events"]
+        self._front.start()
+        self._wait_until_served(len(self._workers))
+        (prompt,) = prompts("approximately", 1)
+        owner = self._first_time(prompt)
+        before = cached(owner, "device")
+        ask(prompt)
+        if cached(owner, "device") - before != PROMPT_BLOCKS * BLOCK:
+            raise NotSeen(f"without events, a prompt goes to worker {owner} again")
+        self._say(f"without events, it goes to worker {owner} again")
 
     def _say(self, what: str) -> None:
         print(f"seen: {what}", flush=True)
@@ -301,6 +351,7 @@ class Scenario:
         """By other prompts, until the owner's device has taken in more than it holds."""
         for other in prompts("others", 4 * DEVICE_BLOCKS // PROMPT_BLOCKS):
             ask(other)
+        self._wait_for_quiet()
         self._say(f"other prompts, {4 * DEVICE_BLOCKS} blocks for two devices of {DEVICE_BLOCKS}")
 
     def _again(self, prompt: list[int], owner: int, source: str, tier: str) -> None:
@@ -322,6 +373,18 @@ class Scenario:
         self._say(f"worker {owner} is asked again and has {wanted} tokens from {source}")
         self._say(" ".join(found[0].split()))
 
+    def _wait_for_quiet(self) -> None:
+        """Until the router has taken in what there was to tell."""
+        last: list[tuple[float, float]] = []
+
+        def is_quiet() -> bool:
+            told, now = sample(HTTP_PORT, APPLIED), time.monotonic()
+            if not last or last[-1][0] != told:
+                last.append((told, now))
+            return now - last[-1][1] > QUIET_SECONDS
+
+        self._wait("events that come to an end", is_quiet)
+
     def _restart(self, number: int) -> None:
         again = self._workers[number]
         again.stop()
@@ -335,6 +398,7 @@ class Scenario:
         )
         again.start()
         self._wait_until_served(len(self._workers))
+        self._wait_for_quiet()
         self._say(f"worker {number} was started anew, over the same directory")
 
 
@@ -352,6 +416,8 @@ def list_instances(front: Process) -> list[str]:
 def main() -> int:
     model, folder = (Path(argument) for argument in sys.argv[1:])
     raise_loopback()
+    # So that what was started ends with this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         Scenario(model, folder).run()
     except NotSeen as error:

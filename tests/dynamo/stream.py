@@ -32,6 +32,15 @@ from tiering.events.blocks import (
 BLOCK = 4
 """Tokens in a block of every stream here."""
 
+GPU, CPU, STORAGE = MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE
+
+AT = {
+    GPU: lambda n: Reach(n, n, n),
+    CPU: lambda n: Reach(0, n, n),
+    STORAGE: lambda n: Reach(0, 0, n),
+}
+"""The reach of n blocks that one medium has."""
+
 TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -157,7 +166,7 @@ class Followed:
         """All that was published until now: a prompt published behind it can be seen in each
         tier. Whatever was refused before is then known to be refused."""
         marker = Prompt(3)
-        for i, medium in enumerate((MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)):
+        for i, medium in enumerate(AT):
             await self.stream.publish(marker.stored(medium, i, i + 1))
         await self.router.until(marker.tokens, lambda seen: seen.get(self._row) == Reach(1, 2, 3))
 
