@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0+cpu
 
-# The router that tests read KV events with; as in pyproject.toml. 230 MB.
-DYNAMO := ai-dynamo-runtime==1.6.1
+# The router that tests read KV events with, 230 MB: the extra `dynamo`.
+DYNAMO := $(shell sed -n 's/^dynamo = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 
 # `make serve`: the server, what it serves, and with how much memory over which folder.
 VLLM ?= $(BIN)/vllm
