@@ -8,14 +8,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from event_streams import LOOPBACK, PATIENCE_SECONDS, cleared, removed, stored, wait_until
+from event_streams import (
+    LOOPBACK,
+    PATIENCE_SECONDS,
+    cleared,
+    has_ipv6,
+    removed,
+    stored,
+    wait_until,
+)
 from tiering.errors import ClosedError, ConfigError
 from tiering.events import publisher as publisher_module
 from tiering.events import replays
@@ -402,24 +409,12 @@ def test_a_batch_that_no_queue_could_hold_is_refused() -> None:
         ZmqPublisher(LOOPBACK, batch_blocks_max=9, queue_blocks_max=8)
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
 def test_ipv6_loopback(consumer: Consumer) -> None:
-    try:
-        publisher = ZmqPublisher("tcp://[::1]:0", replay_endpoint="tcp://[::1]:0")
-        publisher.open()
-    except ConfigError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-    with closing(publisher):
+    with ZmqPublisher("tcp://[::1]:0", replay_endpoint="tcp://[::1]:0") as publisher:
         consumer.subscribe(publisher.endpoint)
         in_step(publisher, consumer)
         assert publisher.endpoint.startswith("tcp://[::1]:")
-
-
-@contextmanager
-def closing(publisher: ZmqPublisher) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        publisher.close()
 
 
 def test_without_a_wildcard_it_connects_as_vllm_does() -> None:
@@ -439,15 +434,19 @@ def test_without_a_wildcard_it_connects_as_vllm_does() -> None:
     context.term()
 
 
-def test_closing_sends_what_is_queued(consumer: Consumer) -> None:
-    publisher = ZmqPublisher(LOOPBACK)
+def test_closing_sends_what_is_queued_and_waits_for_who_reads(consumer: Consumer) -> None:
+    consumer.sub.setsockopt(zmq.RCVBUF, 4096)
+    consumer.sub.set_hwm(1)
+    publisher = ZmqPublisher(LOOPBACK, queue_blocks_max=1 << 20, linger_seconds=PATIENCE_SECONDS)
     publisher.open()
     consumer.subscribe(publisher.endpoint)
     number = in_step(publisher, consumer)
-    for each in range(2000):
-        publisher.publish([stored(each)])
-    publisher.close()
+    for _ in range(2000):
+        publisher.publish([stored(*range(200))])
+    closing = threading.Thread(target=publisher.close)
+    closing.start()
     found = [consumer.next_live()[1] for _ in range(2000)]
+    closing.join(PATIENCE_SECONDS)
     assert found == list(range(number, number + 2000))
     publisher.close()
     with pytest.raises(ClosedError):
