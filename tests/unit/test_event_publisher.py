@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -400,8 +401,15 @@ def test_what_is_taken_is_refused_and_nothing_is_left_open(scheme: str, tmp_path
 
 @pytest.mark.parametrize("key", ["batch_blocks_max", "queue_blocks_max", "buffer_bytes_max"])
 def test_bounds_below_1_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} = 0: is less than 1; write 1 or more"):
+    with pytest.raises(ConfigError, match=f"^{key} = 0: is not a number from 1 on; write 1 or more"):
         ZmqPublisher(LOOPBACK, **{key: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_linger_that_has_no_end_is_refused(value: float) -> None:
+    """To ZeroMQ -1 is for ever."""
+    with pytest.raises(ConfigError, match=f"^linger_seconds = {value!r}: "):
+        ZmqPublisher(LOOPBACK, linger_seconds=value)
 
 
 def test_a_batch_that_no_queue_could_hold_is_refused() -> None:
@@ -454,6 +462,26 @@ def test_closing_sends_what_is_queued_and_waits_for_who_reads(consumer: Consumer
     with pytest.raises(ClosedError):
         publisher.open()
     assert publisher.stats().batches == number + 2000
+
+
+def test_what_was_published_just_before_the_close_is_sent(consumer: Consumer) -> None:
+    """The thread has just seen an empty queue when both happen."""
+    publisher = ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK)
+    real, seen = publisher._send_some, []
+
+    def send_some(*sockets: Any) -> bool:
+        has_more = real(*sockets)
+        if not seen and publisher.stats().batches:
+            seen.append(has_more)
+            publisher.publish([cleared()])
+            publisher._is_closing = True
+        return has_more
+
+    publisher._send_some = send_some  # type: ignore[method-assign]
+    publisher.open()
+    publisher.publish([cleared()])
+    wait_until(lambda: publisher._has_ended)
+    assert (publisher.stats().batches, publisher.stats().dropped) == (2, 0)
 
 
 async def test_it_serves_a_loop_and_many_threads() -> None:
