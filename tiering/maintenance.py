@@ -15,8 +15,8 @@ from tiering.errors import TieringError
 from tiering.tiers.disk import diskio, mounts
 from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.upkeep.collect import Candidate, Collector, Plan
-from tiering.tiers.upkeep.contents import StoredChunks, StoredGroup, stored_chunks
 from tiering.tiers.upkeep.scrub import Finding, Scrub, ScrubReport
+from tiering.tiers.upkeep.stored import StoredChunks, StoredGroup, stored_chunks
 from tiering.tiers.upkeep.survey import NamespaceSurvey, survey
 from tiering_kernels.chunkio import ENGINES, EngineUnavailable
 from tiering_kernels.engines import open_engine

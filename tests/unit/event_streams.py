@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from tiering.events.blocks import (
 from tiering.events.subscriber import EventSubscriber, Received
 
 LOOPBACK = "tcp://127.0.0.1:0"
-PATIENCE_SECONDS = 8.0
+PATIENCE_SECONDS = 20.0
 SIZE = 4
 
 
@@ -48,6 +49,15 @@ def placeholder(last: int, medium: str = MEDIUM_CPU) -> BlockStored:
 
 def payload(*events: BlockEvent, ts: float = 1.0) -> bytes:
     return msgspec.msgpack.encode(EventBatch(ts, list(events), 0))
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as trial:
+            trial.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def wait_until(is_so: Callable[[], object]) -> None:

@@ -8,14 +8,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from event_streams import LOOPBACK, PATIENCE_SECONDS, cleared, removed, stored, wait_until
+from event_streams import (
+    LOOPBACK,
+    PATIENCE_SECONDS,
+    cleared,
+    has_ipv6,
+    removed,
+    stored,
+    wait_until,
+)
 from tiering.errors import ClosedError, ConfigError
 from tiering.events import publisher as publisher_module
 from tiering.events import replays
@@ -393,8 +401,15 @@ def test_what_is_taken_is_refused_and_nothing_is_left_open(scheme: str, tmp_path
 
 @pytest.mark.parametrize("key", ["batch_blocks_max", "queue_blocks_max", "buffer_bytes_max"])
 def test_bounds_below_1_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} = 0: is less than 1; write 1 or more"):
+    with pytest.raises(ConfigError, match=f"^{key} = 0: is not a number from 1 on; write 1 or more"):
         ZmqPublisher(LOOPBACK, **{key: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_linger_that_has_no_end_is_refused(value: float) -> None:
+    """To ZeroMQ -1 is for ever."""
+    with pytest.raises(ConfigError, match=f"^linger_seconds = {value!r}: "):
+        ZmqPublisher(LOOPBACK, linger_seconds=value)
 
 
 def test_a_batch_that_no_queue_could_hold_is_refused() -> None:
@@ -402,24 +417,12 @@ def test_a_batch_that_no_queue_could_hold_is_refused() -> None:
         ZmqPublisher(LOOPBACK, batch_blocks_max=9, queue_blocks_max=8)
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
 def test_ipv6_loopback(consumer: Consumer) -> None:
-    try:
-        publisher = ZmqPublisher("tcp://[::1]:0", replay_endpoint="tcp://[::1]:0")
-        publisher.open()
-    except ConfigError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-    with closing(publisher):
+    with ZmqPublisher("tcp://[::1]:0", replay_endpoint="tcp://[::1]:0") as publisher:
         consumer.subscribe(publisher.endpoint)
         in_step(publisher, consumer)
         assert publisher.endpoint.startswith("tcp://[::1]:")
-
-
-@contextmanager
-def closing(publisher: ZmqPublisher) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        publisher.close()
 
 
 def test_without_a_wildcard_it_connects_as_vllm_does() -> None:
@@ -439,15 +442,19 @@ def test_without_a_wildcard_it_connects_as_vllm_does() -> None:
     context.term()
 
 
-def test_closing_sends_what_is_queued(consumer: Consumer) -> None:
-    publisher = ZmqPublisher(LOOPBACK)
+def test_closing_sends_what_is_queued_and_waits_for_who_reads(consumer: Consumer) -> None:
+    consumer.sub.setsockopt(zmq.RCVBUF, 4096)
+    consumer.sub.set_hwm(1)
+    publisher = ZmqPublisher(LOOPBACK, queue_blocks_max=1 << 20, linger_seconds=PATIENCE_SECONDS)
     publisher.open()
     consumer.subscribe(publisher.endpoint)
     number = in_step(publisher, consumer)
-    for each in range(2000):
-        publisher.publish([stored(each)])
-    publisher.close()
+    for _ in range(2000):
+        publisher.publish([stored(*range(200))])
+    closing = threading.Thread(target=publisher.close)
+    closing.start()
     found = [consumer.next_live()[1] for _ in range(2000)]
+    closing.join(PATIENCE_SECONDS)
     assert found == list(range(number, number + 2000))
     publisher.close()
     with pytest.raises(ClosedError):
@@ -455,6 +462,26 @@ def test_closing_sends_what_is_queued(consumer: Consumer) -> None:
     with pytest.raises(ClosedError):
         publisher.open()
     assert publisher.stats().batches == number + 2000
+
+
+def test_what_was_published_just_before_the_close_is_sent(consumer: Consumer) -> None:
+    """The thread has just seen an empty queue when both happen."""
+    publisher = ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK)
+    real, seen = publisher._send_some, []
+
+    def send_some(*sockets: Any) -> bool:
+        has_more = real(*sockets)
+        if not seen and publisher.stats().batches:
+            seen.append(has_more)
+            publisher.publish([cleared()])
+            publisher._is_closing = True
+        return has_more
+
+    publisher._send_some = send_some  # type: ignore[method-assign]
+    publisher.open()
+    publisher.publish([cleared()])
+    wait_until(lambda: publisher._has_ended)
+    assert (publisher.stats().batches, publisher.stats().dropped) == (2, 0)
 
 
 async def test_it_serves_a_loop_and_many_threads() -> None:

@@ -16,6 +16,7 @@ from event_streams import (
     PATIENCE_SECONDS,
     bare_publisher,
     cleared,
+    has_ipv6,
     numbers,
     payload,
     receive,
@@ -61,18 +62,22 @@ async def test_who_joins_late_without_replay_is_told_what_is_missed() -> None:
     assert found[0].missed == found[0].sequence > 0
 
 
-@pytest.mark.parametrize("place", ["tcp://[::1]:0", "ipc", "inproc://kv-events-test"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            "tcp://[::1]:0", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")
+        ),
+        "ipc",
+        "inproc",
+    ],
+)
 async def test_other_transports(place: str, tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/pub" if place == "ipc" else place
-    replay = {"ipc": f"ipc://{tmp_path}/replay", "inproc://kv-events-test": "inproc://replay-test"}
-    publisher = ZmqPublisher(endpoint, replay_endpoint=replay.get(place, place))
-    try:
-        publisher.open()
-    except ConfigError as error:
-        if place == "tcp://[::1]:0":
-            pytest.skip(f"no IPv6 here: {error}")
-        raise
-    try:
+    pub, replay = {
+        "ipc": (f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"),
+        "inproc": ("inproc://kv-events-test", "inproc://kv-replay-test"),
+    }.get(place, (place, place))
+    async with ZmqPublisher(pub, replay_endpoint=replay) as publisher:
         publisher.publish([stored(1)])
         async with EventSubscriber(
             publisher.endpoint, replay_endpoint=publisher.replay_endpoint
@@ -80,8 +85,6 @@ async def test_other_transports(place: str, tmp_path: Path) -> None:
             found = await receive(subscriber, 1)
             publisher.publish([removed(1)])
             found += await receive(subscriber, 1)
-    finally:
-        await asyncio.to_thread(publisher.close)
     assert [each.batch.events for each in found] == [[stored(1)], [removed(1)]]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -32,6 +33,7 @@ log = logging.getLogger("tiering")
 _BATCHES_A_TURN = 256
 _STALLED_POLL_MS = 10
 _JOIN_SLACK_SECONDS = 5.0
+_MILLISECONDS_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,15 @@ class ZmqPublisher:
         clock: Clock | None = None,
     ) -> None:
         """`clock` counts from 1970. ConfigError for an endpoint or a bound that cannot be used."""
-        for key, value in (
-            ("batch_blocks_max", batch_blocks_max),
-            ("queue_blocks_max", queue_blocks_max),
-            ("buffer_batches_max", buffer_batches_max),
-            ("buffer_bytes_max", buffer_bytes_max),
-            ("unread_batches_max", unread_batches_max),
-        ):
-            if value < 1:
-                raise ConfigError(key, value, "is less than 1", "write 1 or more")
+        _require(
+            1,
+            batch_blocks_max=batch_blocks_max,
+            queue_blocks_max=queue_blocks_max,
+            buffer_batches_max=buffer_batches_max,
+            buffer_bytes_max=buffer_bytes_max,
+            unread_batches_max=unread_batches_max,
+        )
+        _require(0, linger_seconds=linger_seconds, data_parallel_rank=data_parallel_rank)
         if batch_blocks_max > queue_blocks_max:
             told = f"is more than queue_blocks_max = {queue_blocks_max}"
             raise ConfigError("batch_blocks_max", batch_blocks_max, told, "write at most that")
@@ -115,7 +117,7 @@ class ZmqPublisher:
         self._batch_blocks_max = batch_blocks_max
         self._queue_blocks_max = queue_blocks_max
         self._unread_batches_max = unread_batches_max
-        self._linger_ms = int(linger_seconds * 1000)
+        self._linger_ms = min(int(linger_seconds * 1000), _MILLISECONDS_MAX)
         self._clock = clock or UnixClock()
         self._history = History(buffer_batches_max, buffer_bytes_max)
         # Of both threads, under the lock.
@@ -139,7 +141,7 @@ class ZmqPublisher:
         left open. `endpoint` and `replay_endpoint` have the real ports afterwards."""
         if self._thread is not None or self._is_closing:
             raise ClosedError("a ZmqPublisher can be opened once")
-        is_shared = any("inproc://" in each for each in (self.endpoint, self.replay_endpoint or ""))
+        is_shared = sockets.is_in_process(self.endpoint, self.replay_endpoint)
         context = zmq.Context.instance() if is_shared else zmq.Context()
         opened: list[Socket] = []
         try:
@@ -249,10 +251,12 @@ class ZmqPublisher:
             poller.register(router, zmq.POLLIN)
         try:
             while True:
+                # Before the queue: nothing is put there once this is so.
+                is_closing = self._is_closing
                 has_more = self._send_some(pub, encoder)
                 if replays is not None:
                     replays.turn()
-                if not has_more and self._is_closing:
+                if is_closing and not has_more:
                     break
                 ready = dict(poller.poll(_patience_ms(has_more, replays)))
                 if self._bell in ready:
@@ -302,6 +306,12 @@ class ZmqPublisher:
             router.close(linger=self._linger_ms)
         if self._context is not None:
             self._context.term()
+
+
+def _require(least: int, **values: float) -> None:
+    for key, value in values.items():
+        if not least <= value < math.inf:
+            raise ConfigError(key, value, f"is not a number from {least} on", f"write {least} or more")
 
 
 def _patience_ms(has_more: bool, replays: Replays | None) -> int | None:

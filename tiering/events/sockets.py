@@ -74,6 +74,11 @@ def is_bound_by_convention(endpoint: str) -> bool:
     )
 
 
+def is_in_process(*endpoints: str | None) -> bool:
+    """Whether one of them is only there within the process's shared ZeroMQ context."""
+    return any(each is not None and each.startswith("inproc://") for each in endpoints)
+
+
 def reachable(endpoint: str) -> str:
     """What to connect to for what is bound at `endpoint`: a wildcard is this host's loopback."""
     for wildcard, loopback in (

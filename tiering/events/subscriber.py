@@ -148,7 +148,7 @@ class EventSubscriber:
             self._sub.subscribe(self._topic)
             self._monitor = self._sub.get_monitor_socket(_WATCHED)
             sockets.connect(self._sub, "endpoint", self.endpoint)
-            if self.endpoint.startswith("inproc://"):
+            if sockets.is_in_process(self.endpoint):
                 self._sequencer.probe()  # nothing tells of its connection
         except BaseException:
             self._close()
@@ -345,18 +345,14 @@ class EventSubscriber:
             self._sub.close(linger=0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
-        if self._context is not None and not _is_shared(self.endpoint, self.replay_endpoint):
+        if self._context is not None and not sockets.is_in_process(self.endpoint, self.replay_endpoint):
             self._context.term()
         self._context = self._sub = self._monitor = None
 
 
-def _is_shared(*endpoints: str | None) -> bool:
-    return any(each is not None and each.startswith("inproc://") for each in endpoints)
-
-
 def _context_for(*endpoints: str | None) -> zmq.asyncio.Context:
     """Of its own; inproc is only within one, so that is the process's."""
-    if _is_shared(*endpoints):
+    if sockets.is_in_process(*endpoints):
         return zmq.asyncio.Context(zmq.Context.instance())
     return zmq.asyncio.Context()
 
