@@ -197,6 +197,8 @@ async def test_a_reset_of_all_tiers(world: tuple[Worker, int]) -> None:
         assert await audience.assert_right(prompts) == [Reach(0, 0, 0)] * 2
         worker.engine.ask_all(prompts)
         assert await audience.assert_right(prompts) == [whole(blocks, blocks, blocks)] * 2
+        worker.engine.call("reset")
+        assert await audience.assert_right(prompts) == [whole(0, blocks, blocks)] * 2
 
 
 async def test_a_salted_prompt_is_told_apart_in_the_engine(world: tuple[Worker, int]) -> None:
@@ -207,6 +209,9 @@ async def test_a_salted_prompt_is_told_apart_in_the_engine(world: tuple[Worker, 
         worker.engine.ask(prompt, salt="tenant")
         seen = await audience.assert_right([prompt], salt="tenant")
         assert seen == [whole(blocks, blocks, blocks)]
+        worker.engine.call("reset")
+        seen = await audience.assert_right([prompt], salt="tenant")
+        assert seen == [whole(0, blocks, blocks)]
         (other,) = worker.engine.held([prompt])
         assert not any(other.device + other.host + other.disk)
 
@@ -290,8 +295,12 @@ async def test_two_ranks_are_one_worker(
             seen = await audience.assert_right(prompts)
             assert seen[0].device < blocks
             assert seen[-1].device == blocks
-            worker.engine.ask(prompts[0])
-            assert (await audience.assert_right(prompts))[0] == whole(blocks, blocks, blocks)
+            assert worker.engine.call("reset")
+            assert (await audience.assert_right(prompts))[-1] == whole(0, blocks, blocks)
+            for prompt in (prompts[0], prompts[-1]):
+                worker.engine.ask(prompt)
+                (reach,) = await audience.assert_right([prompt])
+                assert reach == whole(blocks, blocks, blocks)
 
 
 async def test_of_several_groups_the_one_with_all_history_counts(
