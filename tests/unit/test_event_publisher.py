@@ -401,7 +401,7 @@ def test_what_is_taken_is_refused_and_nothing_is_left_open(scheme: str, tmp_path
 
 @pytest.mark.parametrize("key", ["batch_blocks_max", "queue_blocks_max", "buffer_bytes_max"])
 def test_bounds_below_1_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} = 0: is not a number from 1 on; write 1 or more"):
+    with pytest.raises(ConfigError, match=f"^{key} = 0: is not a number from 1 on; write"):
         ZmqPublisher(LOOPBACK, **{key: 0})  # type: ignore[arg-type]
 
 

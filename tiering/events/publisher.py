@@ -311,7 +311,8 @@ class ZmqPublisher:
 def _require(least: int, **values: float) -> None:
     for key, value in values.items():
         if not least <= value < math.inf:
-            raise ConfigError(key, value, f"is not a number from {least} on", f"write {least} or more")
+            told = f"is not a number from {least} on"
+            raise ConfigError(key, value, told, f"write {least} or more")
 
 
 def _patience_ms(has_more: bool, replays: Replays | None) -> int | None:

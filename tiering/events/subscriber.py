@@ -345,7 +345,9 @@ class EventSubscriber:
             self._sub.close(linger=0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
-        if self._context is not None and not sockets.is_in_process(self.endpoint, self.replay_endpoint):
+        if self._context is not None and not sockets.is_in_process(
+            self.endpoint, self.replay_endpoint
+        ):
             self._context.term()
         self._context = self._sub = self._monitor = None
 
