@@ -84,6 +84,11 @@ class Broadcast:
         self._announcer.publish(events)
         self._pass_on()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is still to be told without anyone's doing."""
+        return self._announcer.is_busy
+
     def stats(self) -> dict[str, int]:
         """Blocks told of, and what could not be."""
         return self._announcer.counters()

@@ -56,6 +56,7 @@ class WriteBatch:
             wanted = [at for at, size in enumerate(sizes) if size != files.file_bytes]
             there = [key for key, size in zip(keys, sizes, strict=True) if size == files.file_bytes]
             self._books.used(there)
+            self._books.found(there)
             full = await self._write(wanted)
             if full and await self._make_room(len(full)):
                 await self._write(full)

@@ -82,6 +82,8 @@ class Books:
         self._used: dict[bytes, int] = {}
         self._gone: dict[bytes, None] = {}
         self._left: dict[str, Booked] = {}
+        # What has to go, until it has gone.
+        self._leaving: dict[bytes, None] = {}
         self._flush_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counting: asyncio.Task[Any] | None = None
@@ -149,12 +151,24 @@ class Books:
         """Say of its victims that they are gone: from now on nobody counts on them. That is before
         another write of one of them can end, since those ask the manifest after this."""
         if flight is not None:
-            self._say_gone(flight.victims)
+            self._leaving.update(dict.fromkeys(self._say_gone(flight.victims)))
         return flight
 
-    def _say_gone(self, victims: Iterable[Booked]) -> None:
+    def _say_gone(self, victims: Iterable[Booked]) -> list[bytes]:
         own = self._paths.rank_dir.name
-        self._removed([each.key for each in victims if each.directory == own])
+        keys = [each.key for each in victims if each.directory == own]
+        self._removed(keys)
+        return keys
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        """There are files of `keys`. Of those that have to go it is said once more that they are
+        gone, for whoever hears now that they are there."""
+        if self._leaving and (leaving := self.are_leaving(keys)):
+            self._removed(leaving)
+
+    def are_leaving(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of `keys` whose files are about to be removed, if they are not yet."""
+        return [key for key in keys if key in self._leaving]
 
     def land(
         self, flight: Flight, arrived: Sequence[bytes], kept: Sequence[Booked] = ()
@@ -164,6 +178,8 @@ class Books:
         self.counters.add("evicted", len(flight.victims) - len(kept))
         ticks = self._ticks.of([each.key for each in flight.arriving])
         sure = frozenset(arrived)
+        for key in (*arrived, *(each.key for each in flight.victims)):
+            self._leaving.pop(key, None)
         unsure = [each for each in flight.arriving if each.key not in sure]
 
         def settle(manifest: Manifest) -> bool:

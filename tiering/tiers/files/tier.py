@@ -156,13 +156,17 @@ class FsTier(Tier):
         self._open_parts = files, books
 
     async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]:
-        async with self._using() as (files, _):
-            return await self._pool.run_spans(
+        async with self._using() as (files, books):
+            outcomes: list[ReadOutcome] = await self._pool.run_spans(
                 Lane.READ,
                 lambda span: files.contains(_part(keys, span)),
                 len(keys),
                 _LOOKUP_SPAN_CHUNKS,
             )
+            if leaving := set(books.are_leaving(keys)):
+                pairs = zip(keys, outcomes, strict=True)
+                return [Read.MISS if key in leaving else outcome for key, outcome in pairs]
+            return outcomes
 
     async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
         async with self._using() as (files, books):
@@ -179,7 +183,9 @@ class FsTier(Tier):
             finally:
                 books.reading.difference_update(keys)
             found = list(zip(keys, outcomes, strict=True))
-            books.used([key for key, outcome in found if outcome is Read.HIT])
+            hits = [key for key, outcome in found if outcome is Read.HIT]
+            books.used(hits)
+            books.found(hits)
             books.gone([key for key, outcome in found if _is_gone(outcome)])
             self._counters.add("read_errors", sum(map(_is_error, outcomes)))
             return outcomes
@@ -219,13 +225,14 @@ class FsTier(Tier):
         return told
 
     async def scan(self) -> AsyncIterator[list[bytes]]:
-        async with self._using() as (files, _):
+        async with self._using() as (files, books):
             keys = files.walk()
             try:
                 while batch := await self._pool.call(
                     Lane.READ, lambda: list(islice(keys, SCAN_KEYS_MAX))
                 ):
-                    yield batch
+                    leaving = set(books.are_leaving(batch))
+                    yield [key for key in batch if key not in leaving]
             except OSError as error:
                 raise TierError(self.name, None, f"cannot list the chunks: {error}") from error
 
