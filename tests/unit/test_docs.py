@@ -106,6 +106,6 @@ def test_tests_that_are_named_exist() -> None:
     there = {path.stem for path in files}
     for path in files:
         there |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.M))
-    named = {n for d in DOCUMENTS for n in re.findall(r"\b(test_\w+)\b", d.read_text())}
+    named = {n for d in DOCUMENTS for n in re.findall(r"\b(test_\w+)\b(?!\*)", d.read_text())}
     assert "test_a_restart_over_the_same_disk" in named
     assert named - there == set()
