@@ -130,3 +130,14 @@ def test_commands_that_are_named_exist() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"`make ([a-z-]+)", document.read_text()):
             assert re.search(rf"^{target}:", makefile, re.M), f"{document.name}: make {target}"
+
+
+def test_tests_that_are_named_exist() -> None:
+    """Of what is said to be supported, they are the proof."""
+    files = list((TOP / "tests").rglob("test_*.py"))
+    there = {path.stem for path in files}
+    for path in files:
+        there |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.M))
+    named = {n for d in DOCUMENTS for n in re.findall(r"\b(test_\w+)\b(?!\*)", d.read_text())}
+    assert "test_a_restart_over_the_same_disk" in named
+    assert named - there == set()
