@@ -20,13 +20,9 @@ from prompts import BLOCK, random_prompt
 from selection import Reach, running_router
 from tiering.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored
 from tiering_benchmarks.models import make_model
-from workers import ANNOUNCES_TIERS, Audience, Setting, Worker
+from workers import Audience, Setting, Worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-announced = pytest.mark.skipif(
-    not ANNOUNCES_TIERS, reason="this connector does not announce what its tiers hold"
-)
 
 HEADER_BYTES_MAX = 8192
 DEVICE_BLOCKS = 80
@@ -94,11 +90,6 @@ def ask_in_turn(worker: Worker, prompts: list[list[int]]) -> None:
         worker.engine.call("settle")
 
 
-def whole(device: int, host: int, storage: int) -> Reach:
-    """What is seen of it."""
-    return Reach(device, host, storage) if ANNOUNCES_TIERS else Reach(device, device, device)
-
-
 async def test_stores_and_evictions_from_the_device(world: tuple[Worker, int]) -> None:
     """One prompt after the other, until the first are gone from the device."""
     worker, blocks = world
@@ -113,7 +104,6 @@ async def test_stores_and_evictions_from_the_device(world: tuple[Worker, int]) -
         assert await audience.assert_right(strangers) == [Reach(0, 0, 0)] * CROWD
 
 
-@announced
 async def test_evictions_from_host_memory_leave_the_disk(world: tuple[Worker, int]) -> None:
     worker, blocks = world
     prompts = prompts_of("cascaded", blocks)
@@ -127,7 +117,6 @@ async def test_evictions_from_host_memory_leave_the_disk(world: tuple[Worker, in
         assert await audience.assert_right(prompts) == [Reach(0, 0, blocks)] * CROWD
 
 
-@announced
 async def test_what_is_promoted_is_in_host_memory_again(world: tuple[Worker, int]) -> None:
     worker, blocks = world
     prompt, *others = prompts_of("promoted", blocks)
@@ -144,7 +133,6 @@ async def test_what_is_promoted_is_in_host_memory_again(world: tuple[Worker, int
         await audience.assert_right([prompt, *others])
 
 
-@announced
 async def test_what_is_seen_is_what_is_loaded(world: tuple[Worker, int]) -> None:
     """A request gets as many tokens from the cache as the router counted on."""
     worker, blocks = world
@@ -167,9 +155,8 @@ async def test_a_restart_over_the_same_disk(world: tuple[Worker, int]) -> None:
         await audience.assert_right(prompts)
         worker.restart()
         await audience.follow_anew(worker)
-        assert await audience.assert_right(prompts) == [whole(0, 0, blocks)] * 3
-        if ANNOUNCES_TIERS:
-            assert worker.engine.ask(prompts[0]).cached_tokens == blocks * BLOCK
+        assert await audience.assert_right(prompts) == [Reach(0, 0, blocks)] * 3
+        assert worker.engine.ask(prompts[0]).cached_tokens == blocks * BLOCK
         await audience.assert_right(prompts)
 
 
@@ -180,11 +167,11 @@ async def test_a_reset_of_the_device(world: tuple[Worker, int]) -> None:
     async with heard(worker) as audience:
         worker.engine.ask_all(prompts)
         before = await audience.assert_right(prompts)
-        assert before == [whole(blocks, blocks, blocks)] * 2
+        assert before == [Reach(blocks, blocks, blocks)] * 2
         assert worker.engine.call("reset")
-        assert await audience.assert_right(prompts) == [whole(0, blocks, blocks)] * 2
+        assert await audience.assert_right(prompts) == [Reach(0, blocks, blocks)] * 2
         worker.engine.ask_all(prompts)
-        assert await audience.assert_right(prompts) == [whole(blocks, blocks, blocks)] * 2
+        assert await audience.assert_right(prompts) == [Reach(blocks, blocks, blocks)] * 2
 
 
 async def test_a_reset_of_all_tiers(world: tuple[Worker, int]) -> None:
@@ -192,13 +179,13 @@ async def test_a_reset_of_all_tiers(world: tuple[Worker, int]) -> None:
     prompts = prompts_of("reset all", blocks, 2)
     async with heard(worker) as audience:
         worker.engine.ask_all(prompts)
-        assert (await audience.assert_right(prompts))[0] == whole(blocks, blocks, blocks)
+        assert (await audience.assert_right(prompts))[0] == Reach(blocks, blocks, blocks)
         assert worker.engine.call("reset", connector=True)
         assert await audience.assert_right(prompts) == [Reach(0, 0, 0)] * 2
         worker.engine.ask_all(prompts)
-        assert await audience.assert_right(prompts) == [whole(blocks, blocks, blocks)] * 2
+        assert await audience.assert_right(prompts) == [Reach(blocks, blocks, blocks)] * 2
         worker.engine.call("reset")
-        assert await audience.assert_right(prompts) == [whole(0, blocks, blocks)] * 2
+        assert await audience.assert_right(prompts) == [Reach(0, blocks, blocks)] * 2
 
 
 async def test_a_salted_prompt_is_told_apart_in_the_engine(world: tuple[Worker, int]) -> None:
@@ -208,15 +195,14 @@ async def test_a_salted_prompt_is_told_apart_in_the_engine(world: tuple[Worker, 
     async with heard(worker) as audience:
         worker.engine.ask(prompt, salt="tenant")
         seen = await audience.assert_right([prompt], salt="tenant")
-        assert seen == [whole(blocks, blocks, blocks)]
+        assert seen == [Reach(blocks, blocks, blocks)]
         worker.engine.call("reset")
         seen = await audience.assert_right([prompt], salt="tenant")
-        assert seen == [whole(0, blocks, blocks)]
+        assert seen == [Reach(0, blocks, blocks)]
         (other,) = worker.engine.held([prompt])
         assert not any(other.device + other.host + other.disk)
 
 
-@announced
 async def test_each_residency_is_announced_and_taken_back_once(
     world: tuple[Worker, int],
 ) -> None:
@@ -271,13 +257,12 @@ async def test_two_workers_with_the_same_content(
             second.engine.ask_all(others)
             await audience.assert_right([shared, *others])
             seen = await audience.router.reach(shared)
-            assert seen[1, 0] == whole(blocks, blocks, blocks)
-            assert seen[2, 0] == whole(0, 0, blocks)
+            assert seen[1, 0] == Reach(blocks, blocks, blocks)
+            assert seen[2, 0] == Reach(0, 0, blocks)
             assert await audience.router.chosen(shared) == 1
             first.engine.call("reset", connector=True)
             await audience.assert_right([shared, *others])
-            if ANNOUNCES_TIERS:
-                assert await audience.router.chosen(shared) == 2
+            assert await audience.router.chosen(shared) == 2
 
 
 async def test_two_ranks_are_one_worker(
@@ -296,11 +281,11 @@ async def test_two_ranks_are_one_worker(
             assert seen[0].device < blocks
             assert seen[-1].device == blocks
             assert worker.engine.call("reset")
-            assert (await audience.assert_right(prompts))[-1] == whole(0, blocks, blocks)
+            assert (await audience.assert_right(prompts))[-1] == Reach(0, blocks, blocks)
             for prompt in (prompts[0], prompts[-1]):
                 worker.engine.ask(prompt)
                 (reach,) = await audience.assert_right([prompt])
-                assert reach == whole(blocks, blocks, blocks)
+                assert reach == Reach(blocks, blocks, blocks)
 
 
 async def test_of_several_groups_the_one_with_all_history_counts(
@@ -334,7 +319,7 @@ async def test_of_several_groups_the_one_with_all_history_counts(
                 for event in worker.history()
                 if isinstance(event, BlockStored) and event.medium == "STORAGE"
             }
-            assert storage == ({"full_attention"} if ANNOUNCES_TIERS else set())
+            assert storage == {"full_attention"}
             worker.engine.call("reset")
             await audience.assert_right(prompts)
             worker.restart()

@@ -25,9 +25,6 @@ from selection import PATIENCE_SECONDS, Reach, Reaches, Router
 from stream import END
 from tiering.events.blocks import BlockEvent, EventBatch
 
-ANNOUNCES_TIERS = False
-"""Whether the connector says what its tiers hold; if not, a router knows of the device only."""
-
 ROUNDS_MAX = 10
 SETTLED_SECONDS = 1.0
 

@@ -109,7 +109,7 @@ async def test_a_router_knows_what_is_there(layout: str, tmp_path: Path) -> None
                             await store.drop(keys[len(keys) // 2 :])
                     assert await store.flush()
                     async with asyncio.timeout(60):
-                        while events.is_busy:
+                        while events.is_busy:  # noqa: ASYNC110 - nothing tells of its end
                             await asyncio.sleep(LATER_SECONDS)
                     seen = await catch_up(subscriber, publisher, mirror, seen)
                     opened = store._running()
