@@ -41,6 +41,10 @@ AT = {
 }
 """The reach of n blocks that one medium has."""
 
+INDEXES = (*AT, "EXTERNAL")
+"""A medium of each index that a router keeps. Each takes events in on its own, in order; what is in
+the last is counted as storage."""
+
 TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -165,10 +169,10 @@ class Followed:
     async def all_taken_in(self) -> None:
         """All that was published until now: a prompt published behind it can be seen in each
         tier. Whatever was refused before is then known to be refused."""
-        marker = Prompt(3)
-        for i, medium in enumerate(AT):
+        marker = Prompt(len(INDEXES))
+        for i, medium in enumerate(INDEXES):
             await self.stream.publish(marker.stored(medium, i, i + 1))
-        await self.router.until(marker.tokens, lambda seen: seen.get(self._row) == Reach(1, 2, 3))
+        await self.router.until(marker.tokens, lambda seen: seen.get(self._row) == Reach(1, 2, 4))
 
     async def reach(self, prompt: Prompt, **request: Any) -> Reach:
         """Of all that was taken in."""
