@@ -191,8 +191,6 @@ def reach_of(held: Held) -> Reach:
         while end < len(has) and has[end]:
             end += 1
         ends.append(end)
-    if not ANNOUNCES_TIERS:
-        ends[2:] = [ends[1]] * 2
     return Reach(*ends[1:])
 
 
