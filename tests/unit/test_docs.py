@@ -71,7 +71,7 @@ def test_a_stores_events_are_published_as_the_api_page_says(tmp_path: Path) -> N
     local = re.sub(r"tcp://\*:\d+", "tcp://127.0.0.1:0", source)
     program = "async def run():\n" + textwrap.indent(local, "    ")
     program += "    return events.stats(), publisher.stats()\n"
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64, block_tokens=16)
     names: dict[str, object] = {
         "Broadcast": tiering.Broadcast,
         "TieredStore": tiering.TieredStore,

@@ -146,6 +146,8 @@ def test_replays_are_answered_from_the_number_on(consumer: Consumer) -> None:
         assert consumer.replay(298) == [298, 299]
         assert consumer.replay(300) == []
         assert consumer.replay(2**64 - 1) == []
+        # Counted after the answer was sent.
+        wait_until(lambda: publisher.stats().replays == 5)
         stats = publisher.stats()
     assert (stats.replays, stats.buffered, stats.requests_malformed) == (5, 300, 0)
 

@@ -54,6 +54,7 @@ async def test_who_joins_late_gets_all_by_replay_and_goes_on_live() -> None:
 async def test_who_joins_late_without_replay_is_told_what_is_missed() -> None:
     async with ZmqPublisher(LOOPBACK) as publisher:
         publisher.publish([cleared()])
+        await until(lambda: publisher.stats().batches == 1)
         async with EventSubscriber(publisher.endpoint) as subscriber:
             found = []
             while not found:

@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from portable import without_native
+from tiering.events import HOST, ChunksRemoved, ChunksStored
 from tiering.keys import chunk_key
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Place
@@ -271,8 +272,8 @@ class Core(RuleBasedStateMachine):
     def events_mirror_the_truth(self) -> None:
         self.mirror = getattr(self, "mirror", set())
         for event in self.core.take_events():
-            if event.medium == "CPU":
-                is_stored = type(event).__name__ == "ChunksStored"
+            if isinstance(event, ChunksStored | ChunksRemoved) and event.tier == HOST:
+                is_stored = isinstance(event, ChunksStored)
                 assert self.mirror.isdisjoint(event.keys) == is_stored
                 (self.mirror.update if is_stored else self.mirror.difference_update)(event.keys)
         assert self.mirror == set(self.core.index.ready(self.core.index.keys()))
