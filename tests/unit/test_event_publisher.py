@@ -331,7 +331,9 @@ def test_too_many_requests_are_ignored_and_counted(
     monkeypatch.setattr(replays, "REQUESTS_MAX", 3)
     consumer.dealer.set_hwm(1)
     consumer.dealer.setsockopt(zmq.RCVBUF, 4096)
-    with ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK, linger_seconds=0.0) as publisher:
+    with ZmqPublisher(
+        LOOPBACK, replay_endpoint=LOOPBACK, linger_seconds=0.0, queue_blocks_max=1 << 20
+    ) as publisher:
         consumer.dealer.connect(str(publisher.replay_endpoint))
         for number in range(3000):
             publisher.publish([stored(*range(number, number + 100))])

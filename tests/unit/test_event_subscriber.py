@@ -336,8 +336,11 @@ async def test_random_operations_through_a_socket_leave_the_mirror_equal(count: 
         ZmqPublisher(
             LOOPBACK, replay_endpoint=LOOPBACK, batch_blocks_max=50, queue_blocks_max=1 << 20
         ) as publisher,
+        # Live batches come before replays, and this publishes without a pause.
         EventSubscriber(
-            publisher.endpoint, replay_endpoint=publisher.replay_endpoint
+            publisher.endpoint,
+            replay_endpoint=publisher.replay_endpoint,
+            replay_seconds_max=PATIENCE_SECONDS,
         ) as subscriber,
     ):
         for at, call in enumerate(calls):

@@ -87,7 +87,9 @@ async def test_a_router_knows_what_is_there(layout: str, tmp_path: Path) -> None
     config = settings(tmp_path, layout)
     with ZmqPublisher("tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0") as publisher:
         async with EventSubscriber(
-            publisher.endpoint, replay_endpoint=publisher.replay_endpoint
+            publisher.endpoint,
+            replay_endpoint=publisher.replay_endpoint,
+            replay_seconds_max=60.0,
         ) as subscriber:
             for life in range(CHECKS):
                 async with (
