@@ -208,14 +208,14 @@ class ZmqPublisher:
         thread.join(self._linger_ms / 1000 + _JOIN_SLACK_SECONDS)
 
     def stats(self) -> PublisherStats:
-        """From any thread."""
-        replays = self._replays
+        """From any thread. Where nothing is queued, all that was published is counted."""
+        queued, replays = self._queued_blocks, self._replays
         return PublisherStats(
             batches=self._batches,
             events=self._events,
             blocks=self._blocks,
             dropped=self._dropped,
-            queued=self._queued_blocks,
+            queued=queued,
             buffered=len(self._history),
             buffered_bytes=self._history.bytes,
             replays=replays.served if replays else 0,
@@ -271,8 +271,6 @@ class ZmqPublisher:
         with self._lock:
             count = min(len(self._queue), _BATCHES_A_TURN)
             taken = [self._queue.popleft() for _ in range(count)]
-            self._queued_blocks -= sum(each.weight for each in taken)
-            has_more = bool(self._queue)
         for number, batch, _ in taken:
             try:
                 payload = encoder.encode(batch)
@@ -285,7 +283,9 @@ class ZmqPublisher:
             self._batches += 1
             self._events += len(batch.events)
             self._blocks += sum(map(blocks_in, batch.events))
-        return has_more
+        with self._lock:
+            self._queued_blocks -= sum(each.weight for each in taken)
+            return bool(self._queue)
 
     def _drop(self, why: str) -> None:
         """Under the lock."""
