@@ -220,7 +220,7 @@ def test_a_full_queue_drops_counts_and_leaves_a_gap(
     monkeypatch.setattr(publisher_module, "Encoder", Waits)
     caplog.set_level(logging.WARNING, "tiering")
     with ZmqPublisher(
-        LOOPBACK, replay_endpoint=LOOPBACK, batch_blocks_max=4, queue_blocks_max=8
+        LOOPBACK, replay_endpoint=LOOPBACK, batch_blocks_max=4, queue_blocks_max=9
     ) as publisher:
         consumer.dealer.connect(str(publisher.replay_endpoint))
         publisher.publish([stored(0)])
