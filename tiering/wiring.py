@@ -22,7 +22,6 @@ from tiering.device.host import HostCopier
 from tiering.errors import ConfigError
 from tiering.events import HOST
 from tiering.events.blocks import MEDIUM_CPU, MEDIUM_STORAGE
-from tiering.events.catalogue import Catalogue
 from tiering.events.channels import Medium
 from tiering.namespace import Namespace
 from tiering.plugins import Given, load_class
@@ -31,7 +30,7 @@ from tiering.policy.base import EvictionPolicy
 from tiering.policy.registry import place_of
 from tiering.residency.core import Residency
 from tiering.tiers.base import Tier
-from tiering.tiers.disk.catalogues import catalogue_path
+from tiering.tiers.disk.catalogue import Catalogue, catalogue_path
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier

@@ -22,10 +22,10 @@ from tiering.events import (
 )
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from tiering.events.catalogue import Catalogue
 from tiering.events.descriptions import Shape, Told, describe, integers, token_ids
 from tiering.keys import chunk_key
 from tiering.testing.clocks import ManualClock
+from tiering.tiers.disk.catalogue import Catalogue
 
 BLOCK = 4
 MEDIA = {HOST: CPU, 0: DISK, 1: DISK, 2: FAR}

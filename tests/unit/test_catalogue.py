@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tiering.events import catalogue as module
-from tiering.events.catalogue import Catalogue
 from tiering.events.descriptions import Description, Suspects, Told
 from tiering.testing.clocks import ManualClock
+from tiering.tiers.disk import catalogue as module
 from tiering.tiers.disk import mounts
-from tiering.tiers.disk.catalogues import catalogue_path
+from tiering.tiers.disk.catalogue import Catalogue, catalogue_path
 
 KEYS = [bytes([at]) * 36 for at in range(8)]
 TOLD = [Description(key[:8], b"", key[:4] * 4, "adapter", [["salt"], None]) for key in KEYS]

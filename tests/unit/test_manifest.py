@@ -221,7 +221,7 @@ def hold(path: Path, ready: object, done: object) -> None:
 def test_a_process_that_holds_the_table_is_waited_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiering.tiers.files.manifest.BUSY_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("tiering.tiers.disk.database.BUSY_SECONDS_MAX", 0.05)
     path = tmp_path / "manifest"
     manifest = Manifest(path, "me", 0.0)
     store(manifest, KEYS[:2])

@@ -53,7 +53,7 @@ COUNTERS = (*CHANNEL_COUNTERS, "events_undescribed", *CATALOGUE_COUNTERS)
 
 
 class Catalogue(Protocol):
-    """What `events.catalogue.Catalogue` does, which see. Nothing of it waits but `close`."""
+    """What `tiers.disk.catalogue.Catalogue` does, which see. Nothing of it waits but `close`."""
 
     @property
     def counters(self) -> Counters: ...

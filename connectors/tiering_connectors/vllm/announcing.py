@@ -21,7 +21,6 @@ from tiering.events.blocks import (
     BlockRemoved,
     BlockStored,
 )
-from tiering.events.catalogue import Catalogue
 from tiering.events.descriptions import Shape, describe
 from tiering.namespace import Namespace
 from tiering.wiring import build_catalogues, media_of
@@ -223,15 +222,13 @@ def announcing_for(
         log.warning("the tiers publish no KV events: no layers with full attention")
         return None
     position, shape = found
-    catalogues: dict[int, Catalogue] = {}
-    if config.self_describing_kv_events:
-        catalogues = build_catalogues(config, namespace)
+    describes = config.self_describing_kv_events
     announcer = Announcer(
         shape,
         media_of(config),
-        catalogues,
+        build_catalogues(config, namespace) if describes else {},
         UnixClock(),
-        self_describing=config.self_describing_kv_events,
+        self_describing=describes,
         descriptions_max=2 * slots + 4096,
     )
     return Announcing(announcer, geometry, shape, position, Converter())

@@ -44,7 +44,7 @@ class ManifestBroken(Exception):
 
 
 class ManifestBusy(Exception):
-    """Another process has held the table for longer than BUSY_SECONDS_MAX."""
+    """Another process has held the table for longer than SQLite waits."""
 
 
 class ManifestFull(Exception):

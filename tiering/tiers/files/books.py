@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tiering.clock import Clock
 from tiering.metrics import Counters
 from tiering.tiers.base import Listener, nobody
-from tiering.tiers.disk import diskio, mounts, temps
+from tiering.tiers.disk import database, diskio, mounts, temps
 from tiering.tiers.disk.iopool import IoPool, Lane
 from tiering.tiers.disk.paths import FsPaths
 from tiering.tiers.disk.ticks import Ticks
@@ -398,8 +398,7 @@ class Books:
                 if not manifest.is_counted or manifest.is_sound():
                     return manifest
                 manifest.close()
-        for name in ("", "-wal", "-shm"):
-            path.with_name(path.name + name).unlink(missing_ok=True)
+        database.remove(path)
         return Manifest(path, self._owner, now)
 
     async def _count(self) -> None:

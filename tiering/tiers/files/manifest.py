@@ -10,13 +10,12 @@ process, for file systems whose locks cannot be trusted.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tiering.tiers.disk.diskio import create_private
+from tiering.tiers.disk import database
 from tiering.tiers.files.bookings import (
     DIRECTORY_BYTES,
     SCHEMA,
@@ -34,7 +33,6 @@ from tiering.tiers.files.bookings import (
 )
 
 VERSION = 1
-BUSY_SECONDS_MAX = 5.0
 CACHE_KIB = 16 << 10
 _KEYS_IN_STATEMENT = 512
 _COUNTED = 1
@@ -45,21 +43,13 @@ class Manifest:
 
     def __init__(self, path: Path | None, owner: str, now_seconds: float) -> None:
         """Opens or makes the table; ManifestBroken where what is there cannot be used."""
-        if path is not None:
-            with suppress(FileExistsError):
-                os.close(create_private(path, os.O_RDWR))  # SQLite gives its other files this mode
         self._path = path
         self._owner_name = owner
         self._places: dict[str, int] = {}
         self._directories: dict[int, str] = {}
         with translated():
-            # Not in a transaction unless we say so; used by whichever pool thread has its turn.
-            self._db = sqlite3.connect(
-                ":memory:" if path is None else path,
-                timeout=BUSY_SECONDS_MAX,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            # Used by whichever pool thread has its turn.
+            self._db = database.connect(path)
         try:
             with translated():
                 self.is_counted = self._prepare()
@@ -272,9 +262,9 @@ class Manifest:
     def _prepare(self) -> bool:
         """Whether the table has been compared with the files since it was made."""
         db = self._db
-        # A killed process loses nothing to the page cache; a power cut may, and is checked for.
-        for pragma in ("journal_mode = WAL", "synchronous = OFF", f"cache_size = {-CACHE_KIB}"):
-            db.execute(f"PRAGMA {pragma}").fetchall()
+        # What a power cut took is checked for.
+        database.set_up(db)
+        db.execute(f"PRAGMA cache_size = {-CACHE_KIB}").fetchall()
         with self._change():
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
@@ -313,18 +303,14 @@ class Manifest:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, taken for writing at once, so that it never has to be begun again."""
-        with translated():
-            self._db.execute("BEGIN IMMEDIATE")
+        """One transaction."""
+        with translated(), database.transaction(self._db):
             try:
                 yield self._db
             except BaseException:
-                with suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
                 # What the transaction has put there is gone again.
                 self._places.clear()
                 raise
-            self._db.execute("COMMIT")
 
     def _place(self, directory: str) -> int:
         place = self._places.get(directory)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering.tiers.disk import diskio
+from tiering.tiers.disk.database import FILE_ENDINGS
 from tiering.tiers.disk.paths import (
     CATALOGUE_NAME,
     CHUNK_SUFFIX,
@@ -28,7 +29,7 @@ from tiering.tiers.upkeep.namespaces import NamespaceDirs
 
 _GROUP = re.compile(r"[0-9a-f]{0,2}_g\d{1,10}")
 _SEGMENT = re.compile(r"segment-\d{5,}\.kv")
-_FILES = (CONFIG_NAME, *(CATALOGUE_NAME + end for end in ("", "-wal", "-shm")))
+_FILES = (CONFIG_NAME, *(CATALOGUE_NAME + end for end in FILE_ENDINGS))
 _BESIDE = re.compile(rf"({STAGING_NAME}|{QUARANTINE_NAME})\d+")
 
 

@@ -8,14 +8,14 @@ collected by `take`. Too much work at once is left out and counted.
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 import queue
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,8 @@ from tiering.events.descriptions import (
     encode,
 )
 from tiering.metrics import Counters
+from tiering.tiers.disk import database, diskio, mounts
+from tiering.tiers.disk.paths import CATALOGUE_NAME, FsPaths
 
 log = logging.getLogger("tiering")
 
@@ -38,7 +40,6 @@ VERSION = 1
 TASKS_MAX = 4096
 KEYS_IN_STATEMENT = 512
 SUSPECTS_AT_ONCE = 512
-BUSY_SECONDS_MAX = 5.0
 CLOSE_SECONDS_MAX = 2.0
 
 SCHEMA = """
@@ -135,48 +136,43 @@ class Catalogue:
         )
         path = self._let_go()
         if path is not None and _is_broken(error):
-            for end in ("", "-wal", "-shm"):
-                with suppress(OSError):
-                    path.with_name(path.name + end).unlink()
+            with suppress(OSError):
+                database.remove(path)
 
     def _let_go(self) -> Path | None:
-        database, self._database = self._database, None
-        if database is not None:
+        opened, self._database = self._database, None
+        if opened is not None:
             with suppress(sqlite3.Error):
-                database.close()
+                opened.close()
         return self._path
 
     def _opened(self) -> sqlite3.Connection:
         if self._database is None:
-            self._path = path = self._prepare()
-            with suppress(FileExistsError):
-                # SQLite gives its other files this one's mode.
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            self._database = database = sqlite3.connect(
-                path, timeout=BUSY_SECONDS_MAX, isolation_level=None, check_same_thread=False
-            )
-            # A power cut may take what it likes: then some chunks are not announced.
-            for pragma in ("journal_mode = WAL", "synchronous = OFF"):
-                database.execute(f"PRAGMA {pragma}").fetchall()
-            with _change(database):
-                (version,) = database.execute("PRAGMA user_version").fetchone()
+            self._path = self._prepare()
+            self._database = opened = database.connect(self._path)
+            # What a power cut takes is not announced.
+            database.set_up(opened)
+            with database.transaction(opened):
+                (version,) = opened.execute("PRAGMA user_version").fetchone()
                 if version == 0:
-                    database.execute(SCHEMA)
-                    database.execute(f"PRAGMA user_version = {VERSION}")
+                    opened.execute(SCHEMA)
+                    opened.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
-                    raise sqlite3.DatabaseError(f"version {version} of {path}, not {VERSION}")
+                    raise sqlite3.DatabaseError(f"version {version} of {self._path}, not {VERSION}")
         return self._database
 
     def _keep(self, described: Sequence[Described]) -> None:
         now = int(self._clock.now())
         rows = [(key, now, encode(told)) for key, told in described]
-        with _change(self._opened()) as database:
-            database.executemany("INSERT OR REPLACE INTO chunk VALUES(?, ?, ?)", rows)
+        opened = self._opened()
+        with database.transaction(opened):
+            opened.executemany("INSERT OR REPLACE INTO chunk VALUES(?, ?, ?)", rows)
         self.counters.add("catalogue_kept", len(rows))
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        with _change(self._opened()) as database:
-            database.executemany("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
+        opened = self._opened()
+        with database.transaction(opened):
+            opened.executemany("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
 
     def _tell(self, keys: Sequence[bytes]) -> None:
         told: list[Described] = []
@@ -199,17 +195,15 @@ class Catalogue:
             self._answers.append(Suspects(keys))
 
 
-@contextmanager
-def _change(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """One transaction, taken for writing at once, so that it need not be begun again."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield database
-    except BaseException:
-        with suppress(sqlite3.Error):
-            database.execute("ROLLBACK")
-        raise
-    database.execute("COMMIT")
+def catalogue_path(root: Path, namespace: str) -> Path:
+    """Where the chunks of a namespace are described, in a directory that is there; OSError where
+    that cannot be. Blocking."""
+    if not mounts.is_local(root):
+        told = "its file system may be another machine's, whose locks cannot be trusted"
+        raise OSError(errno.ENOTSUP, told, str(root))
+    directory = FsPaths(root, namespace, 0).config_dir
+    diskio.make_private_dirs(root, directory)
+    return directory / CATALOGUE_NAME
 
 
 def _is_broken(error: Exception) -> bool:
