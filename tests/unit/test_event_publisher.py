@@ -292,7 +292,7 @@ def test_a_replay_waits_for_who_reads_slowly_and_loses_nothing(consumer: Consume
     consumer.dealer.set_hwm(1)
     consumer.dealer.setsockopt(zmq.RCVBUF, 4096)
     count = 3000
-    with ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK) as publisher:
+    with ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK, queue_blocks_max=1 << 20) as publisher:
         consumer.dealer.connect(str(publisher.replay_endpoint))
         for number in range(count):
             publisher.publish([stored(*range(number, number + 100))])
@@ -386,9 +386,9 @@ def test_a_rank_may_not_lift_the_port_too_high() -> None:
         ZmqPublisher("tcp://*:65535", data_parallel_rank=1)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
 def test_what_is_taken_is_refused_and_nothing_is_left_open(scheme: str, tmp_path: Path) -> None:
-    place = {"tcp": LOOPBACK, "ipc": f"ipc://{tmp_path}/pub"}[scheme]
+    place = {"tcp": LOOPBACK, "ipc": f"ipc://{tmp_path}/pub", "inproc": "inproc://taken"}[scheme]
     with ZmqPublisher(place) as first:
         for endpoint, replay in ((first.endpoint, None), (LOOPBACK, first.endpoint)):
             second = ZmqPublisher(endpoint, replay_endpoint=replay, is_bound=True)

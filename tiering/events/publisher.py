@@ -161,7 +161,7 @@ class ZmqPublisher:
                 self._replays = Replays(router, self._topic, self._history, MonotonicClock())
         except BaseException:
             for each in opened:
-                each.close(linger=0)
+                sockets.close(each, 0, is_bound=self._is_bound)
             if not is_shared:
                 context.term()
             raise
@@ -268,24 +268,31 @@ class ZmqPublisher:
 
     def _send_some(self, pub: Socket, encoder: Encoder) -> bool:
         """Whether there is more to send."""
-        with self._lock:
-            count = min(len(self._queue), _BATCHES_A_TURN)
-            taken = [self._queue.popleft() for _ in range(count)]
-        for number, batch, _ in taken:
-            try:
-                payload = encoder.encode(batch)
-                pub.send_multipart((self._topic, packed(number), payload), zmq.NOBLOCK)
-            except (TypeError, ValueError, OverflowError, zmq.ZMQError) as error:
-                with self._lock:
-                    self._drop(str(error))
-                continue
-            self._history.add(number, payload)
-            self._batches += 1
-            self._events += len(batch.events)
-            self._blocks += sum(map(blocks_in, batch.events))
-        with self._lock:
-            self._queued_blocks -= sum(each.weight for each in taken)
-            return bool(self._queue)
+        for _ in range(_BATCHES_A_TURN):
+            with self._lock:
+                if not self._queue:
+                    return False
+                # One at a time: what stays in the queue is counted, whatever happens to this one.
+                number, batch, blocks = self._queue.popleft()
+            why_not = self._send(pub, encoder, number, batch)
+            with self._lock:
+                self._queued_blocks -= blocks
+                if why_not:
+                    self._drop(why_not)
+        return True
+
+    def _send(self, pub: Socket, encoder: Encoder, number: int, batch: EventBatch) -> str:
+        """Why it cannot be sent; "" if it was."""
+        try:
+            payload = encoder.encode(batch)
+            pub.send_multipart((self._topic, packed(number), payload), zmq.NOBLOCK)
+        except (TypeError, ValueError, OverflowError, zmq.ZMQError) as error:
+            return str(error) or type(error).__name__
+        self._history.add(number, payload)
+        self._batches += 1
+        self._events += len(batch.events)
+        self._blocks += sum(map(blocks_in, batch.events))
+        return ""
 
     def _drop(self, why: str) -> None:
         """Under the lock."""
@@ -301,9 +308,9 @@ class ZmqPublisher:
             self._queue.clear()
             self._queued_blocks = 0
             os.close(self._bell)
-        pub.close(linger=self._linger_ms)
+        sockets.close(pub, self._linger_ms, is_bound=self._is_bound)
         if router is not None:
-            router.close(linger=self._linger_ms)
+            sockets.close(router, self._linger_ms, is_bound=True)
         if self._context is not None:
             self._context.term()
 

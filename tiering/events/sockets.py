@@ -106,6 +106,15 @@ def bind(of: zmq.Socket[Any], key: str, endpoint: str) -> str:
     return of.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def close(of: zmq.Socket[Any], linger_ms: int, *, is_bound: bool) -> None:
+    """Close, and let go at once of a name in this process, which libzmq does some time later. Who
+    is connected still gets what was sent."""
+    endpoint = of.getsockopt_string(zmq.LAST_ENDPOINT)  # none if it was refused
+    if is_bound and is_in_process(endpoint):
+        of.unbind(endpoint)
+    of.close(linger=linger_ms)
+
+
 def connect(of: zmq.Socket[Any], key: str, endpoint: str) -> None:
     """Connect, which goes on trying until somebody binds. ConfigError where it never can be."""
     checked(key, endpoint)
