@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from selection import PATIENCE_SECONDS, Reach, Router, seeds
 from tiering.events.blocks import (
-    HASH_BITS,
+    HASH_BYTES,
     MEDIUM_CPU,
     MEDIUM_GPU,
     MEDIUM_STORAGE,
@@ -58,7 +58,7 @@ class Prompt:
     def __init__(self, blocks: int, seed: int | None = None) -> None:
         chance = random.Random(next(seeds) if seed is None else -seed)
         self.tokens = [chance.randrange(1 << 16) for _ in range(blocks * BLOCK)]
-        self.hashes = [chance.getrandbits(HASH_BITS) for _ in range(blocks)]
+        self.hashes = [chance.getrandbits(8 * HASH_BYTES) for _ in range(blocks)]
 
     def stored(
         self, medium: str | None, start: int = 0, stop: int | None = None, **other: Any

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Protocol
 
 from tiering.clock import Clock
-from tiering.events.blocks import BlockEvent
+from tiering.events.blocks import HASH_BYTES, BlockEvent
 from tiering.events.channels import COUNTERS as CHANNEL_COUNTERS
 from tiering.events.channels import Channel, Medium, Outbox
 from tiering.events.chunks import (
@@ -28,7 +28,6 @@ from tiering.events.chunks import (
 )
 from tiering.events.descriptions import (
     CATALOGUE_COUNTERS,
-    HASH_BYTES,
     Answer,
     Described,
     Description,
@@ -36,7 +35,7 @@ from tiering.events.descriptions import (
     Suspects,
     integers,
 )
-from tiering.events.holdings import Holdings
+from tiering.events.holdings import HeldSomewhere
 from tiering.keys import GROUP_BYTES
 from tiering.metrics import Counters
 
@@ -93,18 +92,16 @@ class Announcer:
         self._suffix = shape.suffix
         self._counters = Counters(COUNTERS)
         self._outbox = Outbox(shape, self._counters)
-        self._holdings = {tier: Holdings() for tier in media}
+        self._held = HeldSomewhere(media)
+        self._holdings = self._held.holdings
         channels = {medium: Channel(medium, shape, self._outbox) for medium in media.values()}
         self._channels = {tier: channels[medium] for tier, medium in media.items()}
-        self._same_medium = {
-            tier: [self._holdings[at] for at in media if at != tier and media[at] == medium]
-            for tier, medium in media.items()
-        }
         self._all_channels = tuple(channels.values())
         self._all_catalogues = tuple(catalogues.values())
         self._catalogues = dict(catalogues)
         self._clock = clock
-        self._self_describing = self_describing
+        # Whether `expect` is of use.
+        self.describes = self_describing
         self._descriptions_max = descriptions_max
         self._described: dict[bytes, Description] = {}
         # In host memory as far as events have said, and expected there again.
@@ -119,11 +116,6 @@ class Announcer:
         self._asked_at: dict[int, float] = {}
         self._is_cleared = False
         self._mask = 0
-
-    @property
-    def describes(self) -> bool:
-        """Whether `expect` is of use."""
-        return self._self_describing
 
     # What others tell
 
@@ -224,7 +216,7 @@ class Announcer:
         """What `tier` holds, unless its medium is known to have it, as far as it is described."""
         channel = self._channels[tier]
         keys = [key for key in keys if key not in channel]
-        if not self._self_describing:
+        if not self.describes:
             hashes = [key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES] for key in keys]
             channel.announce_bare(keys, _unmasked(b"".join(hashes), self._mask))
             return
@@ -260,10 +252,7 @@ class Announcer:
         """They were held by `tier` until now."""
         if not keys:
             return
-        lost = keys
-        for others in self._same_medium[tier]:
-            lost = [key for key in lost if key not in others]
-        self._channels[tier].withdraw(lost)
+        self._channels[tier].withdraw(self._held.nowhere_else(tier, keys))
         if tier == HOST:
             for key in keys:
                 if key in self._returning:

@@ -20,7 +20,8 @@ BlockHash = int | bytes
 """Of a block and all before it: 64 bits, the last 8 bytes of vLLM's hash, or all of its bytes
 where vLLM was told so by VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
 
-HASH_BITS = 64
+HASH_BYTES = 8
+"""Of a block's hash the last so many are told, as a number."""
 
 ExtraKeys = Sequence[Sequence[Any] | None]
 
@@ -65,6 +66,10 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
 
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def blocks_in(event: BlockEvent) -> int:
+    return 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):

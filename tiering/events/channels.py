@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tiering.events.blocks import BlockEvent, BlockRemoved, BlockStored
+from tiering.events.blocks import HASH_BYTES, BlockEvent, BlockRemoved, BlockStored, blocks_in
 from tiering.events.descriptions import (
-    HASH_BYTES,
     TOKEN_BYTES,
     Description,
     Shape,
@@ -162,8 +161,7 @@ class Outbox:
         while self._events and (not taken or count < blocks_max):
             event = self._events.popleft()
             taken.append(event)
-            if isinstance(event, BlockStored | BlockRemoved):
-                count += len(event.block_hashes)
+            count += blocks_in(event)
         self.blocks -= count
         return taken
 

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-
-
-def blocks_in(event: BlockEvent) -> int:
-    return 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+from tiering.events.blocks import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    blocks_in,
+)
 
 
 def weight(events: Iterable[BlockEvent]) -> int:

@@ -15,11 +15,8 @@ from typing import Any
 
 import msgspec
 
-from tiering.events.blocks import ExtraKeys
+from tiering.events.blocks import HASH_BYTES, ExtraKeys
 from tiering.keys import GROUP_BYTES
-
-HASH_BYTES = 8
-"""Of a block's hash the last so many are told, as an integer: that is what vLLM does."""
 
 TOKEN_BYTES = 4
 _UINT32 = "I" if array("I").itemsize == TOKEN_BYTES else "L"

@@ -7,7 +7,7 @@ with the number of chunks, but for a survey that was broken off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class Holdings:
@@ -84,3 +84,20 @@ class Holdings:
     @property
     def has_lost(self) -> bool:
         return not self._is_surveyed and bool(self._older)
+
+
+class HeldSomewhere:
+    """Of several tiers, by their numbers; those of equal `places` are one to whoever is told."""
+
+    def __init__(self, places: Mapping[int, object]) -> None:
+        self.holdings = {tier: Holdings() for tier in places}
+        self._others = {
+            tier: [self.holdings[at] for at in places if at != tier and places[at] == place]
+            for tier, place in places.items()
+        }
+
+    def nowhere_else(self, tier: int, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of `keys` that are in no other tier of the same place."""
+        for others in self._others[tier]:
+            keys = [key for key in keys if key not in others]
+        return keys

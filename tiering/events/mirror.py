@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiering.events.blocks import (
-    HASH_BITS,
+    HASH_BYTES,
     MEDIUM_GPU,
     BlockEvent,
     BlockHash,
@@ -20,8 +20,7 @@ from tiering.events.blocks import (
     BlockStored,
 )
 
-_MASK = (1 << HASH_BITS) - 1
-_HASH_BYTES = HASH_BITS // 8
+_MASK = (1 << 8 * HASH_BYTES) - 1
 
 
 class Place(NamedTuple):
@@ -216,7 +215,7 @@ class EventMirror:
 def hash_number(given: BlockHash) -> int:
     """A block's hash as a number of 64 bits, whichever way it was given."""
     if isinstance(given, bytes):
-        return int.from_bytes(given[-_HASH_BYTES:], "big")
+        return int.from_bytes(given[-HASH_BYTES:], "big")
     return given & _MASK
 
 

@@ -21,8 +21,8 @@ from typing import NamedTuple, Self
 from tiering.clock import Clock, MonotonicClock, UnixClock
 from tiering.errors import ClosedError, ConfigError
 from tiering.events import sockets
-from tiering.events.blocks import BlockEvent, EventBatch
-from tiering.events.cutting import blocks_in, cut, weight
+from tiering.events.blocks import BlockEvent, EventBatch, blocks_in
+from tiering.events.cutting import cut, weight
 from tiering.events.history import History
 from tiering.events.replays import REQUEST_BYTES_MAX, Replays
 from tiering.events.sockets import Socket, zmq

@@ -27,6 +27,6 @@ async def survey(
                 await asyncio.sleep(PAUSE_SECONDS)
                 gone.clear()
     except (TierError, ClosedError) as error:
-        judge.failed(error)
+        judge.tell(error)
         return Outcome(step.id, (Verdict.FAILED,))
     return Outcome(step.id, ())

@@ -44,7 +44,7 @@ class Judge:
         try:
             outcomes = await operation()
         except (TierError, ClosedError) as error:
-            self._tell(error)
+            self.tell(error)
             return (Verdict.FAILED,) * count
         if len(outcomes) != count:
             raise AssertionError(f"{len(outcomes)} outcomes for {count} keys")
@@ -53,14 +53,11 @@ class Judge:
     def _verdict(self, outcome: ReadOutcome | WriteOutcome | DeleteOutcome) -> Verdict:
         if not isinstance(outcome, Failed):
             return _VERDICTS[outcome]
-        self._tell(outcome.error)
+        self.tell(outcome.error)
         return Verdict.DAMAGED if isinstance(outcome.error, DamagedChunk) else Verdict.FAILED
 
-    def failed(self, error: TierError | ClosedError) -> None:
-        """The tier as a whole could not do what was asked."""
-        self._tell(error)
-
-    def _tell(self, error: TierError | ClosedError) -> None:
+    def tell(self, error: TierError | ClosedError) -> None:
+        """Log it, if it is the first of its kind."""
         kind = (getattr(error, "tier", ""), type(error).__name__)
         level = logging.DEBUG if kind in self._told else logging.WARNING
         self._told.add(kind)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
 from tiering.events import ChunksCleared, ChunksRemoved, ChunksStored, Event
-from tiering.events.holdings import Holdings
+from tiering.events.holdings import HeldSomewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,8 @@ class OffloadedEvents:
         self._places = places
         self._name: Callable[[bytes], bytes | None] = bytes
         self._keeps_descriptions = keeps_descriptions
-        self._holdings = {tier: Holdings() for tier in places}
-        self._others = {
-            tier: [self._holdings[at] for at in places if at != tier and places[at] == place]
-            for tier, place in places.items()
-        }
+        self._held = HeldSomewhere(places)
+        self._holdings = self._held.holdings
         self._told: list[OffloadingEvent] = []
 
     def bind(self, name: Callable[[bytes], bytes | None]) -> None:
@@ -72,8 +69,7 @@ class OffloadedEvents:
         self._tell(tier, holdings.discard(keys), True)
 
     def _tell(self, tier: int, keys: Sequence[bytes], is_removed: bool) -> None:
-        for others in self._others[tier]:
-            keys = [key for key in keys if key not in others]
+        keys = self._held.nowhere_else(tier, keys)
         names = [OffloadKey(name) for name in map(self._name, keys) if name is not None]
         if names:
             place = self._places[tier]
