@@ -24,12 +24,12 @@ from mini_groups import BLOCK, full, geometry_for, numbered
 from mini_tables import Tables
 from routers import Listener
 from tiering.engine import Engine
-from tiering.events import NoEvents
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
 from tiering.residency.surveys import SURVEY_SECONDS
 from tiering.testing.clocks import ManualClock
+from tiering_connectors.vllm.announcing import SILENCE
 from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.orders import Acknowledgements, StepOrders
 from tiering_connectors.vllm.params import TierKind
@@ -77,8 +77,8 @@ class MiniVllm:
             slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS, surveyed=range(tiers)
         )
         self.listener = Listener(geometry, tiers, slots, self.clock)
-        announcing = self.listener.announcing if is_listened_to else None
-        engine = Engine(self.core, self.portal, announcing or NoEvents())
+        announcing = self.listener.announcing if is_listened_to else SILENCE
+        engine = Engine(self.core, self.portal, announcing)
         self.half = SchedulerHalf(engine, geometry, prompt_only, self.clock, tier_kinds, announcing)
         self.devices, self.copiers, self.workers = [], [], []
         for rank in range(ranks):

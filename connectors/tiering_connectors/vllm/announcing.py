@@ -41,9 +41,51 @@ ROUTABLE = ("full_attention", "mla_attention", "sink_full_attention")
 INT_HASHES = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
 
-class Announcing:
+class Silence:
+    """Where nobody is told anything. What each method is for is said in `Announcing`."""
+
+    is_heard = False
+
+    def publish(self, events: list[Event]) -> None:
+        pass
+
+    def request_came(self) -> None:
+        pass
+
+    def expect(self, tracked: Tracked, chunks: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def bind(self, block_pool: Any) -> None:
+        pass
+
+    def look_for_device_reset(self) -> None:
+        pass
+
+    def masked(self, mask: int) -> None:
+        pass
+
+    @property
+    def needs_steps(self) -> bool:
+        return False
+
+    def take(self) -> list[Any]:
+        return []
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+SILENCE = Silence()
+
+
+class Announcing(Silence):
     """`position` is the place of the group that is announced among the geometry's; `convert` makes
     an event one of vLLM's."""
+
+    is_heard = True
 
     def __init__(
         self,
@@ -203,11 +245,12 @@ def announcing_for(
     geometry: Geometry,
     namespace: Namespace,
     slots: int,
-) -> Announcing | None:
-    """None where vLLM publishes no events, or where no router could use ours: then it says why."""
+) -> Silence:
+    """An Announcing, unless vLLM publishes no events, or no router could use ours: then it says
+    why."""
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
-        return None
+        return SILENCE
     from vllm import envs
 
     if not getattr(envs, INT_HASHES, True):
@@ -216,11 +259,11 @@ def announcing_for(
             "others; leave it out",
             INT_HASHES,
         )
-        return None
+        return SILENCE
     found = _shape_of(kv_cache_config, geometry)
     if found is None:
         log.warning("the tiers publish no KV events: no layers with full attention")
-        return None
+        return SILENCE
     position, shape = found
     describes = config.self_describing_kv_events
     announcer = Announcer(

@@ -23,11 +23,10 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.events import NoEvents
 from tiering.portal import ThreadPortal
 from tiering.tiers.host import Region
 from tiering.wiring import announced_tiers, build_host_copier
-from tiering_connectors.vllm.announcing import Announcing, announcing_for
+from tiering_connectors.vllm.announcing import SILENCE, announcing_for
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -104,7 +103,7 @@ class TieredConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._growth: Growth | None = None
-        self._announcing: Announcing | None = None
+        self._announcing = SILENCE
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -139,12 +138,12 @@ class TieredConnector(KVConnectorBase_V1):
         announcing = announcing_for(
             self._vllm_config, self._kv_cache_config, self._config, self._geometry, namespace, rows
         )
-        announced = announced_tiers(self._config) if announcing is not None else []
+        announced = announced_tiers(self._config) if announcing.is_heard else []
         opened = Opened.over(region, rows, namespace, self._config, announced)
         self._portal = opened.portal
         self._announcing = announcing
         self._scheduler = half = SchedulerHalf(
-            Engine(opened.core, opened.portal, announcing or NoEvents()),
+            Engine(opened.core, opened.portal, announcing),
             self._geometry,
             self._config.offload_prompt_only,
             MonotonicClock(),
@@ -195,8 +194,7 @@ class TieredConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
         close(self._portal, self._region)
-        if self._announcing is not None:
-            self._announcing.close()
+        self._announcing.close()
 
     # Scheduler half
 
@@ -254,11 +252,10 @@ class TieredConnector(KVConnectorBase_V1):
         return self._scheduling().needs_steps
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [] if self._announcing is None else self._announcing.take()
+        return self._announcing.take()
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        if self._announcing is not None:
-            self._announcing.bind(gpu_block_pool)
+        self._announcing.bind(gpu_block_pool)
 
     def reset_cache(self) -> bool:
         self._scheduling().reset()

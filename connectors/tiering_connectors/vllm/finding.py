@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tiering.engine import Engine
 from tiering.residency.answers import Place
-from tiering_connectors.vllm.announcing import Announcing
+from tiering_connectors.vllm.announcing import Silence
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Kind
 from tiering_connectors.vllm.spans import (
@@ -30,9 +30,7 @@ from tiering_connectors.vllm.tracked import END, Load, Tracked, floor_to, interl
 class Finder:
     """Part of the scheduler half; same owner, same rules."""
 
-    def __init__(
-        self, engine: Engine, geometry: Geometry, announcing: Announcing | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, geometry: Geometry, announcing: Silence) -> None:
         self._announcing = announcing
         self._engine = engine
         self._core = engine.core
@@ -187,7 +185,7 @@ class Finder:
             # Nothing to wait for: pinned when there are blocks to copy to.
             core.release(owner)
             return load.tokens
-        if self._announcing is not None:
+        if self._announcing.is_heard:
             self._announcing.expect(tracked, self._missing(load))
         if not core.hold(owner, load.keys):
             tracked.deferred_at = core.changes

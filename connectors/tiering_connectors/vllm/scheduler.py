@@ -16,7 +16,7 @@ import numpy as np
 from tiering.clock import Clock
 from tiering.device.base import BlockMap
 from tiering.engine import Engine
-from tiering_connectors.vllm.announcing import Announcing
+from tiering_connectors.vllm.announcing import SILENCE, Silence
 from tiering_connectors.vllm.finding import Finder
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.jobs import Job, JobBook
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 class SchedulerHalf:
     """One for each engine (for each data-parallel replica). `tiers`: what a request may choose
-    the secondary tiers by. `meter` is told of copies and lookups, `announcing`, if any, of what
-    may come to the tiers."""
+    the secondary tiers by. `meter` is told of copies and lookups, `announcing` of what may come to
+    the tiers."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SchedulerHalf:
         offload_prompt_only: bool,
         clock: Clock,
         tiers: Sequence[TierKind] = (),
-        announcing: Announcing | None = None,
+        announcing: Silence = SILENCE,
     ) -> None:
         self.meter = TransferMeter()
         self._clock = clock
@@ -155,8 +155,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepOrders:
         """This step's orders to the workers."""
-        if self._announcing is not None:
-            self._announcing.look_for_device_reset()
+        self._announcing.look_for_device_reset()
         self._engine.pump()
         step, self._step = self._step, StepOrders()
         scheduled = output.num_scheduled_tokens
@@ -238,25 +237,22 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
-        if self._announcing is not None:
-            self._announcing.look_for_device_reset()
+        self._announcing.look_for_device_reset()
         self._keys.mask = secrets.randbits(256)
         for tracked in self._requests.values():
             tracked.keys = self._no_keys()
             tracked.is_stale = True
         self._core.reset()
         self._engine.pump()
-        if self._announcing is not None:
-            self._announcing.masked(self._keys.mask)
+        self._announcing.masked(self._keys.mask)
 
     def counters(self) -> dict[str, int]:
-        """What the core, and who tells of its events, have counted so far."""
-        told = self._core.counters.snapshot()
-        return told if self._announcing is None else told | self._announcing.counters()
+        """What the core has counted so far."""
+        return self._core.counters.snapshot()
 
     def host_now(self) -> dict[str, int]:
-        """The state of the host tier, as gauges."""
-        return host_now(self._core)
+        """The state of the host tier, as gauges, and what was told of it so far."""
+        return host_now(self._core) | self._announcing.counters()
 
     @property
     def needs_steps(self) -> bool:
@@ -266,7 +262,7 @@ class SchedulerHalf:
         if len(self._jobs) or self._core.needs_turns:
             return True
         announcing = self._announcing
-        return announcing is not None and (announcing.needs_steps or self._core.writes_end)
+        return announcing.needs_steps or (announcing.is_heard and self._core.writes_end)
 
     def _forget(self, owner: str) -> None:
         del self._requests[owner]
@@ -279,8 +275,7 @@ class SchedulerHalf:
             limits = RequestLimits.of(request.kv_transfer_params, self._tiers)
             tracked = Tracked(request, limits, self._no_keys())
             self._requests[tracked.owner] = tracked
-            if self._announcing is not None:
-                self._announcing.request_came()
+            self._announcing.request_came()
             self._core.open(tracked.owner)
             if limits.load_tiers is not None:
                 self._core.restrict(tracked.owner, limits.load_tiers)

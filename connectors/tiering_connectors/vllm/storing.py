@@ -16,7 +16,7 @@ import numpy as np
 
 from tiering.device.base import BlockMap
 from tiering.residency.core import Residency
-from tiering_connectors.vllm.announcing import Announcing
+from tiering_connectors.vllm.announcing import Silence
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Group, Kind
 from tiering_connectors.vllm.jobs import JobBook
@@ -40,7 +40,7 @@ class Storer:
         jobs: JobBook,
         meter: TransferMeter,
         prompt_only: bool,
-        announcing: Announcing | None = None,
+        announcing: Silence,
     ) -> None:
         self._core = core
         self._announcing = announcing
@@ -79,8 +79,7 @@ class Storer:
             self._core.unfilled(gone)
         if not slots:
             return None
-        if self._announcing is not None:
-            self._announcing.expect(tracked, where)
+        self._announcing.expect(tracked, where)
         job = self._jobs.add_store(slots, blocks_of(parts))
         return CopyJob(job.job_id, parts)
 
