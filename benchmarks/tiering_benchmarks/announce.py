@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import orjson
@@ -27,7 +26,7 @@ from tiering.events.announcer import Announcer
 from tiering.events.channels import Medium
 from tiering.events.descriptions import Shape, describe
 from tiering.keys import chunk_key
-from tiering_benchmarks.control import Spread
+from tiering_benchmarks.control import Spread, require_vllm, shown
 
 STORED = "stored in host memory"
 WRITTEN = "written to a disk"
@@ -182,12 +181,7 @@ def _spent(thing: Callable[[Prompt], Sequence[Any]], prompt: Prompt, sizes: Size
 def _converter(with_vllm: bool) -> Callable[[Any], Any]:
     if not with_vllm:
         return lambda event: event
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        raise ConfigError(
-            "--ours-only", "absent", "vLLM is not installed here", "--ours-only, or install vLLM"
-        ) from None
+    require_vllm()
     from tiering_connectors.vllm.announcing import Converter
 
     return Converter()
@@ -197,11 +191,8 @@ def table(found: dict[str, list[Spread | None]]) -> str:
     """Lines of text; a median, and its lowest and highest in brackets."""
     lines = [f"{'us a block':<28} {'ours':<22} {'vLLM':<22} ours / vLLM"]
     for thing, spreads in found.items():
-        cells = [
-            "-" if each is None else f"{each.median:.2f} [{each.low:.2f} {each.high:.2f}]"
-            for each in spreads
-        ]
-        lines.append(f"{thing:<28} {cells[0]:<22} {cells[1]:<22} {cells[2]}")
+        ours, theirs, ratio = map(shown, spreads)
+        lines.append(f"{thing:<28} {ours:<22} {theirs:<22} {ratio}")
     return "\n".join(lines)
 
 

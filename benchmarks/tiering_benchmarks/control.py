@@ -231,6 +231,10 @@ class Spread:
     def of(cls, figures: Sequence[float]) -> Spread:
         return cls(statistics.median(figures), min(figures), max(figures))
 
+    def shown(self, digits: int = 2) -> str:
+        """The median, and the lowest and highest in brackets."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f} {self.high:.{digits}f}]"
+
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
@@ -344,13 +348,18 @@ def _row(name: str, sides: Sequence[Sequence[Sequence[int]]], sizes: Sizes) -> R
     return Row(name, Spread.of(ours), slowest[0], Spread.of(theirs), slowest[1], ratio)
 
 
-def _upstream(slots: int, tiers: int) -> Side:
+def require_vllm() -> None:
+    """ConfigError where there is none to compare with."""
     try:
         version("vllm")
     except PackageNotFoundError:
         raise ConfigError(
             "--ours-only", "absent", "vLLM is not installed here", "--ours-only, or install vLLM"
         ) from None
+
+
+def _upstream(slots: int, tiers: int) -> Side:
+    require_vllm()
     # Heavy: loaded only by who compares.
     from tiering_benchmarks.upstream import UpstreamManager
 
@@ -367,13 +376,14 @@ def table(rows: Sequence[Row]) -> str:
         calls = f"{row.ours_calls.p99:.0f}, {row.ours_calls.worst:.0f}"
         if row.theirs_calls is not None:
             calls += f" / {row.theirs_calls.p99:.0f}, {row.theirs_calls.worst:.0f}"
-        ours, theirs, ratio = (_shown(spread) for spread in (row.ours, row.theirs, row.ratio))
+        ours, theirs, ratio = (shown(spread, 3) for spread in (row.ours, row.theirs, row.ratio))
         lines.append(f"{row.name:<28} {ours:<22} {theirs:<22} {ratio:<20} {calls}")
     return "\n".join(lines)
 
 
-def _shown(spread: Spread | None) -> str:
-    return f"{spread.median:.3f} [{spread.low:.3f} {spread.high:.3f}]" if spread else "-"
+def shown(spread: Spread | None, digits: int = 2) -> str:
+    """A dash for what was not measured."""
+    return "-" if spread is None else spread.shown(digits)
 
 
 def _run(args: argparse.Namespace) -> int:

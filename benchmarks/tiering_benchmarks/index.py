@@ -209,8 +209,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(figures: Sequence[float], digits: int = 0) -> str:
-    spread = Spread.of(figures)
-    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f} {spread.high:.{digits}f}]"
+    return Spread.of(figures).shown(digits)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -65,7 +65,7 @@ def ratios(samples: Samples) -> str:
     lines = [_line("", list(FIGURES))]
     for ours, theirs in rivals(list(samples)):
         spreads = [ratio(figure, samples[ours], samples[theirs]) for figure in FIGURES.values()]
-        cells = [f"{each.median:.2f} [{each.low:.2f} {each.high:.2f}]" for each in spreads]
+        cells = [each.shown() for each in spreads]
         lines.append(_line(f"{ours} / {theirs}", cells))
     return "\n".join(lines)
 

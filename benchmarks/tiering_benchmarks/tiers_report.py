@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tiering.layout import ALIGNMENT
-from tiering_benchmarks.control import Spread
+from tiering_benchmarks.control import Spread, shown
 from tiering_benchmarks.tiers_run import COLD, EXISTS, OPERATIONS, WARM, WRITE, Cost, Samples
 from tiering_benchmarks.tiers_sides import FILES, FIO, SEGMENTS, VLLM
 from tiering_kernels.engines import open_engine
@@ -118,19 +118,13 @@ def table(sized: Sized) -> str:
                     for against, figure in ratios
                 ),
             )
-            lines.append(_line(name, side, [_shown(figure) for figure in figures]))
+            lines.append(_line(name, side, [shown(figure) for figure in figures]))
             name = ""
     return "\n".join(lines)
 
 
 def _line(operation: str, side: str, cells: Sequence[str]) -> str:
     return f"{operation:<18} {side:<9}" + "".join(f" {cell:<20}" for cell in cells).rstrip()
-
-
-def _shown(spread: Spread | None) -> str:
-    if spread is None:
-        return "-"
-    return f"{spread.median:.2f} [{spread.low:.2f} {spread.high:.2f}]"
 
 
 def verdicts(sizes: Sequence[Sized]) -> list[str]:
