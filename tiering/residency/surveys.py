@@ -27,10 +27,6 @@ class SurveyBook:
         self._out: dict[int, Survey] = {}
         self._look_at = clock.now() if self._due_at else float("inf")
 
-    @property
-    def steps_out(self) -> int:
-        return len(self._out)
-
     def due(self) -> list[Survey]:
         """Those to begin now."""
         now = self._clock.now()
