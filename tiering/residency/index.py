@@ -1,8 +1,8 @@
 """What is in the host tier: key -> slot, who may be evicted, and the events of coming and going.
 
-Owns the slots and the policy. A key is in the index from the
-moment its slot is reserved until it is evicted, dropped or its writer fails; whether it can be
-read is the slot's state. One owner, no lock, no I/O.
+Owns the slots and the policy. A key is in the index from the moment its slot is reserved until it
+is evicted, dropped or its writer fails; whether it can be read is the slot's state. One owner, no
+lock, no I/O.
 """
 
 from __future__ import annotations
