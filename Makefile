@@ -26,7 +26,7 @@ SIDE_BY_SIDE := --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-
 
 READY := $(VENV)/ready
 
-.PHONY: help demo test fast check serve clean acceptance-versions acceptance-upstream \
+.PHONY: help demo test fast explore check serve clean acceptance-versions acceptance-upstream \
 	acceptance-dynamo
 .DEFAULT_GOAL := help
 
@@ -34,6 +34,7 @@ help:
 	@echo "make demo             one long prompt, answered from device, host and disk by a real vLLM"
 	@echo "make test             every test, those with a real vLLM too"
 	@echo "make fast             tests of all parts, and a short one with a real vLLM"
+	@echo "make explore          random tests over other examples each time; ROUNDS"
 	@echo "make check            lint, types and import contracts"
 	@echo "make serve MODEL=...  vllm serve with the tiered connector; CPU_BYTES, ROOT_DIR, PORT, ARGS;"
 	@echo "                      VLLM=vllm uses the one on your PATH, with kv-tiering installed beside it"
@@ -50,6 +51,13 @@ test: $(READY)
 
 fast: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
+
+# As many rounds over other random examples than those of `make test`.
+ROUNDS ?= 10
+
+explore: $(READY)
+	for round in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m hypothesis \
+		--hypothesis-profile=explore || exit 1; done
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -8,6 +8,13 @@ import signal
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+from hypothesis import settings
+
+# The same examples each time, so that a change is judged by what it changed; `make explore` tries
+# others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As for a command in a shell's background; programs started from here would ignore it, too.

@@ -66,13 +66,8 @@ def is_part_in_order(keys: Sequence[bytes], chain: Sequence[bytes]) -> bool:
 
 
 class Core(RuleBasedStateMachine):
-    IS_NATIVE = True
-
     def __init__(self) -> None:
         super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        if not self.IS_NATIVE:
-            without_native(self.patch)
         self.clock = ManualClock()
         self.core = Residency(SLOTS, TIERS, LruPolicy(SLOTS), self.clock, 10.0)
         self.open: set[str] = set()
@@ -306,17 +301,24 @@ class Core(RuleBasedStateMachine):
         assert {SlotState(s) for s in slots.states.tolist()} <= {SlotState.FREE, SlotState.READY}
         assert self.core.steps_out == 0
         assert not self.core._holds.slots_waited_for
-        self.patch.undo()
-
-
-class PortableCore(Core):
-    """The same without native code."""
-
-    IS_NATIVE = False
 
 
 TestCore = Core.TestCase
-TestPortableCore = PortableCore.TestCase
+
+
+class TestPortableCore(Core.TestCase):  # type: ignore[misc,name-defined]
+    """The same without native code."""
+
+    def setUp(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        without_native(self.patch)
+        super().setUp()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        self.patch.undo()
+
+
 TestCore.settings = TestPortableCore.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None
 )

@@ -285,3 +285,21 @@ def test_a_long_prefix_is_told_of_when_all_of_it_is_written_in_any_order(answere
         rig.answer([step], Verdict.STORED)
     (touch,) = rig.core.take_steps()
     assert touch.keys == tuple(keys)
+
+
+def test_a_chunk_stored_anew_while_its_old_write_is_under_way_is_on_its_way_until_both_ended() -> (
+    None
+):
+    rig, keys = Rig(8), chain("a", 2)
+    rig.core.open("r")
+    rig.core.filled(rig.core.reserve("r", keys, 1).slots)
+    (old,) = rig.steps(Cascade)
+    rig.core.reset()
+    rig.core.filled(rig.core.reserve("r", keys, 0).slots)
+    (new,) = rig.steps(Cascade)
+    rig.core.close("r")
+    for step in (new, old):
+        assert not rig.core.take_steps(), "nothing is said of a prefix on its way"
+        rig.answer([step], Verdict.STORED)
+    (touch,) = rig.core.take_steps()
+    assert touch.keys == tuple(keys)

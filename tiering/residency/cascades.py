@@ -7,7 +7,8 @@ first. Sans-IO: makes Cascade steps and takes in their outcomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from tiering.clock import Clock
@@ -61,7 +62,9 @@ class CascadeBook:
         self._moved_at = clock.now()
         self._waiting: list[dict[bytes, None]] = [{} for _ in known]
         self._out: dict[int, Cascade] = {}
-        self._flying: list[dict[bytes, None]] = [{} for _ in known]
+        # By how many steps at once: a chunk stored anew after a reset or a drop is written again
+        # while its old write is still under way.
+        self._flying: list[Counter[bytes]] = [Counter() for _ in known]
         # Bounded by the slots there are: what was evicted from them cannot be offered.
         self._untaken: list[dict[bytes, None]] = [{} for _ in known]
 
@@ -96,11 +99,11 @@ class CascadeBook:
 
     def is_under_way(self, key: bytes) -> bool:
         """Whether `key` waits to be written to some tier, or is being written."""
-        return any(key in some for some in (*self._waiting, *self._flying))
+        return any(key in some for some in self._unsettled)
 
     def last_under_way(self, keys: Sequence[bytes]) -> bytes | None:
         """The last of `keys` for which `is_under_way`; None where all are settled."""
-        busy = [some.keys() for some in (*self._waiting, *self._flying) if some]
+        busy = [some.keys() for some in self._unsettled if some]
         if all(some.isdisjoint(keys) for some in busy):
             return None
         return next(filter(self.is_under_way, reversed(keys)))
@@ -145,14 +148,21 @@ class CascadeBook:
         self._moved_at = self._clock.now()
         step = self._out.pop(outcome.id)
         self._index.slots.unpin(step.slots, PinKind.WRITE)
-        for key in step.keys:
-            self._flying[step.tier].pop(key, None)
+        self._landed(step)
         stored = keys_with(step, outcome, Verdict.STORED)
         self._known[step.tier].add(stored)
         self._counters.add("cascades_stored", len(stored))
         there = () if len(stored) == len(step.keys) else self._settle_unstored(step, outcome)
         held = tuple(stored) if not there else (*stored, *there)
         return (ChunksStored(step.tier, held) if held else None), self._issue()
+
+    def _landed(self, step: Cascade) -> None:
+        flying = self._flying[step.tier]
+        for key in step.keys:
+            if flying[key] > 1:
+                flying[key] -= 1
+            else:
+                flying.pop(key)
 
     def _settle_unstored(self, step: Cascade, outcome: Outcome) -> Sequence[bytes]:
         """Those that the tier had already."""
@@ -172,6 +182,12 @@ class CascadeBook:
         self._counters.add("cascades_skipped", self.waiting)
         for keys in (*self._waiting, *self._untaken):
             keys.clear()
+
+    @property
+    def _unsettled(self) -> Iterator[Mapping[bytes, object]]:
+        """What waits and what is being written, for each tier."""
+        yield from self._waiting
+        yield from self._flying
 
     @property
     def _room(self) -> int:
@@ -202,7 +218,7 @@ class CascadeBook:
     def _send(self, tier: int, keys: Sequence[bytes], slots: SlotArray) -> Iterator[Cascade]:
         """Steps that write `keys` from `slots`, which are pinned until the outcomes."""
         self._index.slots.pin(slots, PinKind.WRITE)
-        self._flying[tier].update(dict.fromkeys(keys))
+        self._flying[tier].update(keys)
         where = slots.tolist()
         for start in range(0, len(keys), CHUNKS_IN_STEP_MAX):
             part = slice(start, start + CHUNKS_IN_STEP_MAX)
