@@ -1,0 +1,1 @@
+"""Chunks as objects in a bucket."""
