@@ -30,6 +30,7 @@ MAY_AWAIT = (
     "tiering/tiers/",
     "tiering/pipeline/",
     "tiering/portal.py",
+    "tiering/process/child.py",
     "tiering/store.py",
     "tiering/broadcast.py",
     "tiering/events/publisher.py",
