@@ -74,9 +74,6 @@ class Steered(MemoryTier):
         await self._steer([])
         return await super().write(keys, buffers)
 
-    def evict(self):
-        ...
-
 class Stillborn(MemoryTier):
     def __init__(self, namespace, chunk_bytes):
         os._exit(7)
@@ -179,6 +176,12 @@ def main(folder: str, tiers: Sequence[dict[str, Any]]) -> None:
     sys.path.insert(0, folder)
     with opened(Path(folder), *tiers) as scene:
         print(scene.pid, flush=True)
+        if any(tier.get("forks") for tier in tiers):
+            # A fork that has everything open that this process has.
+            fork = os.fork()
+            if fork == 0:
+                time.sleep(600)
+            print(fork, flush=True)
         sys.stdin.readline()
 
 
