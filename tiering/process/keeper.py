@@ -34,10 +34,12 @@ LINKS_MAX = 3
 
 BUFFER_BYTES = 1 << 20
 
-# What was on the engine's path is on the child's: a user's tier is found wherever it was found.
+# What a terminal sends to the engine's whole group is the engine's to answer, from the first moment
+# on. What was on the engine's path is on the child's: a user's tier is found where it was found.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; from tiering.process.child import main; "
-    "main(*map(int, sys.argv[1:4]))"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = sys.argv[4:]; "
+    "from tiering.process.child import main; main(*map(int, sys.argv[1:4]))"
 )
 
 
@@ -141,8 +143,6 @@ class Keeper:
                 [sys.executable, "-P", "-c", _PROGRAM, *map(str, fds), *path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                # What a terminal sends to the engine's group is the engine's to answer.
-                process_group=0,
             )
         except BaseException:
             stream.close()
