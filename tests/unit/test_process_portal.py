@@ -5,8 +5,10 @@ Over a region, directories and children that are real. How it lives and dies: te
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,8 @@ from process_scene import (
 from tiering.config import EngineConfig, parse
 from tiering.config.given import as_given
 from tiering.errors import ClosedError, ConfigError, TierError, TieringError
-from tiering.process.messages import Setup
+from tiering.process.child import Outbox
+from tiering.process.messages import Came, Setup, reports, whole_frame
 from tiering.residency.plan import (
     Cascade,
     Contains,
@@ -78,6 +81,22 @@ def test_every_one_of_many_steps_has_its_outcome(tmp_path: Path) -> None:
             scene.portal.submit([Contains(number, 0, keys, NEVER)])
             scene.pump()
         assert set(scene.outcomes(*range(500))) == {(Verdict.MISS,) * 40}
+
+
+async def test_news_crosses_in_its_order_as_one_message_a_turn() -> None:
+    ours, theirs = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=theirs)
+    outbox = Outbox(writer)
+    news = [Outcome(1, (Verdict.HIT,)), Removed(0, (A,)), Outcome(2, ()), Found(0, (B,))]
+    for each in news:
+        outbox.take(each)
+    await asyncio.sleep(0)
+    outbox.take(Outcome(3, ()))
+    await asyncio.sleep(0)
+    with ours:
+        assert reports.decode(whole_frame(ours)) == Came(news)
+        assert reports.decode(whole_frame(ours)) == Came([Outcome(3, ())])
+    writer.close()
 
 
 def test_a_survey_names_what_is_there_in_parts(tmp_path: Path) -> None:
@@ -232,6 +251,7 @@ def test_close_cuts_off_what_does_not_end(own: Path, caplog: pytest.LogCaptureFi
         assert scene.portal.drain() == [Outcome(2, (Verdict.FAILED,))]
     assert "1 transfers were cut off" in caplog.text
     assert "killed" not in caplog.text
+    assert "started again" not in caplog.text
 
 
 def test_close_kills_a_child_that_hangs_in_a_tier(

@@ -104,13 +104,13 @@ class _Service:
         self._setup = setup
         self._region_fd = region_fd
         self._tiers: Sequence[Tier] = ()
-        self._outbox: _Outbox | None = None
+        self._outbox: Outbox | None = None
 
     async def run(self) -> None:
         """Open the tiers and serve until told to stop; what goes wrong later than that is a bug,
         and raised."""
         reader, writer = await asyncio.open_connection(sock=self._stream, limit=READ_BYTES)
-        self._outbox = outbox = _Outbox(writer)
+        self._outbox = outbox = Outbox(writer)
         async with AsyncExitStack() as stack:
             try:
                 transfers = await stack.enter_async_context(self._transfers(outbox))
@@ -131,7 +131,7 @@ class _Service:
         outbox.flush()
         await outbox.empty(self._counted())
 
-    def _transfers(self, outbox: _Outbox) -> Transfers:
+    def _transfers(self, outbox: Outbox) -> Transfers:
         region = Region.adopt(self._region_fd, Path(self._setup.region_path))
         config = parse(EngineConfig, self._setup.config)
         self._tiers = build_tiers(config, self._setup.namespace, region.geometry.row_bytes)
@@ -150,7 +150,7 @@ class _Service:
                     transfers.start(order.steps)
         os._exit(_ORPHANED)
 
-    async def _count(self, outbox: _Outbox) -> None:
+    async def _count(self, outbox: Outbox) -> None:
         """While anything happens, say what the tiers count. Nobody asks for it, so that nobody
         has to wait for it, and while nothing happens nothing piles up."""
         told = self._counted()
@@ -169,7 +169,7 @@ class _Service:
         return Counted([{n: int(v) for n, v in tier.stats().items()} for tier in self._tiers])
 
 
-class _Outbox:
+class Outbox:
     """What goes to the engine. It takes whatever there is, without a limit of its own: outcomes
     are as many as the engine has steps out, and what tiers say unasked, as many as their chunks."""
 

@@ -98,7 +98,7 @@ class Link:
             self.is_silent = not piece
             self._frames.feed(piece)
             left -= len(piece)
-            if len(piece) < PIECE_BYTES and not is_last:
+            if len(piece) < PIECE_BYTES:
                 break
         found: list[Report] = []
         try:
