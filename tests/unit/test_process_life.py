@@ -34,11 +34,14 @@ from tiering.engine import Engine
 from tiering.errors import ClosedError, TieringError
 from tiering.events import NoEvents
 from tiering.policy.lru import LruPolicy
+from tiering.process import keeper
 from tiering.process import link as link_module
 from tiering.residency.core import Residency
 from tiering.residency.plan import Cascade, Contains, Drop, Promote, Verdict
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import key_number
+
+pytestmark = pytest.mark.slow
 
 A, B = key_number(1), key_number(2)
 FAILED = (Verdict.FAILED,)
@@ -109,8 +112,9 @@ def test_what_the_child_said_before_it_died_counts(own: Path) -> None:
 
 
 def test_it_is_started_again_and_finds_what_was_stored(
-    own: Path, caplog: pytest.LogCaptureFixture
+    own: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keeper, "PAUSE_SECONDS", 3.0)
     with caplog.at_level(logging.INFO, "tiering"), opened(own, fs(own / "kv")) as scene:
         (tier,) = scene.portal.tiers
         scene.fill(0, A)
@@ -119,7 +123,7 @@ def test_it_is_started_again_and_finds_what_was_stored(
         until(lambda: (scene.pump(), tier.stats()["writes_stored"] == 1)[1])
         first = scene.pid
         os.kill(first, signal.SIGKILL)
-        until(lambda: not is_open(scene))
+        until(lambda: (scene.pump(), scene.portal._link() is None)[1])
         with pytest.raises(ClosedError, match="not running"):
             scene.portal.submit([Contains(2, 0, (A,), NEVER)])
         assert tier.stats()["writes_stored"] == 1
@@ -135,7 +139,7 @@ def test_it_is_started_again_and_finds_what_was_stored(
     told = [record.getMessage() for record in caplog.records if "process" in record.getMessage()]
     assert told == [
         "the process of the tiers ended (killed by SIGKILL): they are out of use, and it is "
-        "started again in 0.5 seconds",
+        "started again in 3 seconds",
         "the process of the tiers runs again: they are back in use",
     ]
 
@@ -227,15 +231,30 @@ def test_a_child_that_takes_no_orders_holds_up_nobody(
         assert scene.outcomes(count) == [(Verdict.MISS,)]
 
 
+@pytest.mark.parametrize("garbage", [b"\xff" * 8, b"\x01\x00\x00\x00\xc1"])
+def test_a_child_that_is_not_understood_is_killed(
+    own: Path, caplog: pytest.LogCaptureFixture, garbage: bytes
+) -> None:
+    with opened(own, fs(own / "kv")) as scene:
+        link = scene.portal._link()
+        assert link is not None
+        link._frames.feed(garbage)
+        scene.portal.submit([Contains(1, 0, (A,), NEVER)])
+        until(lambda: (scene.pump(), scene.portal.restarts == 1)[1])
+        assert len(scene.news) == 1, "one outcome, right or failed"
+        assert link.how_it_ended() == "killed by SIGKILL"
+    assert "is not understood, and is killed" in caplog.text
+
+
 def test_close_while_there_is_no_child_starts_none(own: Path) -> None:
     with opened(own, fs(own / "kv")) as scene:
         os.kill(scene.pid, signal.SIGKILL)
         until(lambda: not is_open(scene))
-        keeper = scene.portal._keeper
-        assert keeper is not None
+        kept = scene.portal._keeper
+        assert kept is not None
         assert scene.portal.close(1.0) is True
-        assert not keeper._thread.is_alive()
-        assert not keeper.links
+        assert not kept._thread.is_alive()
+        assert not kept.links
 
 
 def test_a_child_that_cannot_be_started_says_so(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
