@@ -80,6 +80,9 @@ BAD_CONNECTOR = {
     "canonical layout": (
         connector(canonical_layout=True), "canonical_layout", "True", "not offered", "leave it out",
     ),
+    "another loop": (
+        connector(loop="fork"), "loop", "'fork'", "'thread' or 'process'", '"process"',
+    ),
     "events as text": (
         connector(self_describing_kv_events="yes"),
         "self_describing_kv_events", "'yes'", "true or false", "true",
@@ -272,6 +275,10 @@ BAD_STORE = {
     "no layout": ({"cpu_bytes_to_use": GIB}, "layout", "(absent)", "required", '"kv_heads": 8'),
     "layout as text": (
         {"cpu_bytes_to_use": GIB, "layout": "x"}, "layout", "'x'", "an object", '"kv_heads": 8',
+    ),
+    "a loop": (
+        {"cpu_bytes_to_use": GIB, "layout": LAYOUT, "loop": "process"},
+        "loop", "'process'", "not a key", "the program's own loop",
     ),
     "layer count as text": (
         {"cpu_bytes_to_use": GIB, "layout": {**LAYOUT, "layers": "2"}},

@@ -209,6 +209,12 @@ class ConnectorConfig(EngineConfig):
         "router needs to use them. Without it they are placeholders.",
         examples=[True],
     )
+    loop: Literal["thread", "process"] = Field(
+        default="thread",
+        description="Where the secondary tiers' I/O is driven from: a thread of the process that "
+        "vLLM's scheduler is in, or a process beside it, which is started again if it dies.",
+        examples=["process"],
+    )
     canonical_layout: bool = Field(
         default=False,
         description="Store chunks in a layout that other parallelism can read, which is not "

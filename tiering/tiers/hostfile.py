@@ -178,13 +178,7 @@ def join(path: Path, deadline_seconds: float) -> tuple[int, Geometry]:
             try:
                 is_ours = _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path)
                 if is_ours and _is_published(fd):
-                    geometry = Geometry.unpacked(os.pread(fd, _HEADER.size, 0))
-                    if geometry is None:
-                        raise RegionError(
-                            f"{path} was made by another version of kv-tiering: run one version "
-                            f"in all processes of an engine"
-                        )
-                    _verify(fd, path, geometry)
+                    geometry = geometry_of(fd, path)
                     return os.dup(fd), geometry
             finally:
                 os.close(fd)
@@ -194,6 +188,18 @@ def join(path: Path, deadline_seconds: float) -> tuple[int, Geometry]:
                 f"error in the log"
             )
         time.sleep(POLL_SECONDS)
+
+
+def geometry_of(fd: int, path: Path) -> Geometry:
+    """Of the finished region that `fd` is a descriptor of; RegionError if it is none."""
+    geometry = Geometry.unpacked(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+    if geometry is None:
+        raise RegionError(
+            f"{path} was made by another version of kv-tiering: run one version in all processes "
+            f"of an engine"
+        )
+    _verify(fd, path, geometry)
+    return geometry
 
 
 def _claim(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> bool:

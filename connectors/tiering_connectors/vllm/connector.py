@@ -23,7 +23,7 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.portal import ThreadPortal
+from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
 from tiering.wiring import announced_tiers, build_host_copier
 from tiering_connectors.vllm.announcing import SILENCE, announcing_for
@@ -99,7 +99,7 @@ class TieredConnector(KVConnectorBase_V1):
             )
         self._bad_blocks: set[int] = set()
         self._region: Region | None = None
-        self._portal: ThreadPortal | None = None
+        self._portal: OwnLoopPortal | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._growth: Growth | None = None
@@ -150,7 +150,12 @@ class TieredConnector(KVConnectorBase_V1):
             kinds_of(self._config),
             announcing,
         )
-        self._growth = Growth(opened.tiers, MonotonicClock(), half.meter, half.host_now)
+        self._growth = Growth(
+            opened.tiers,
+            MonotonicClock(),
+            half.meter,
+            lambda: half.host_now() | opened.counters(),
+        )
         log.info(
             "TieredConnector: %d chunks in host memory (%s), then %s",
             rows,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -30,7 +29,7 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
-from tiering.portal import ThreadPortal
+from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
 from tiering.wiring import build_host_copier
 from tiering_connectors.vllm.geometry import device_type
@@ -93,7 +92,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         # alone store, and all of them load.
         self.replicated_layout = config.replicated_layout
         self._region: Region | None = None
-        self._portal: ThreadPortal | None = None
+        self._portal: OwnLoopPortal | None = None
         self._manager: TieredOffloadingManager | None = None
         self._worker: TieredOffloadingWorker | None = None
 
@@ -117,7 +116,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         settings, clock, ledger = self._settings, MonotonicClock(), self._ledger(region)
         namespace = namespace_from(ledger.note(), digests)
         opened = Opened.over(region, ledger.slots, namespace, settings)
-        self._portal, core, tiers = opened.portal, opened.core, opened.tiers
+        self._portal, core = opened.portal, opened.core
         log.info(
             "TieredOffloadingSpec: %d chunks of %s tokens in host memory, then %s",
             ledger.slots,
@@ -130,7 +129,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             Engine(core, opened.portal, removals),
             removals,
             ledger,
-            Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
+            Lookups(core, len(opened.tiers), clock, settings.load_deadline_seconds),
             meter,
             [group.group_id for group in self.config.groups],
         )
@@ -138,7 +137,10 @@ class TieredOffloadingSpec(OffloadingSpec):
             events.bind(half.name_of)
         return TieredOffloadingManager(
             half,
-            Statistics(Growth(tiers, clock, meter, partial(host_now, core)), ledger.slots),
+            Statistics(
+                Growth(opened.tiers, clock, meter, lambda: host_now(core) | opened.counters()),
+                ledger.slots,
+            ),
             _LoadFilter(tuple(map(_locality, settings.secondary_tiers))),
             self._close,
             events,
