@@ -142,32 +142,42 @@ def test_there_is_no_order_between_directions(scene: Scene, is_load_first: bool)
 
 
 def test_loads_go_before_stores_while_both_wait(scene: Scene) -> None:
-    full = [scene.store([slot % NUM_BLOCKS], slot % ROWS) for slot in range(UNDER_WAY_MAX)]
-    full += [scene.load([slot % NUM_BLOCKS], slot % ROWS) for slot in range(UNDER_WAY_MAX)]
-    waiting = [scene.copier.gather(chunk([0], 0)), scene.copier.scatter(chunk([1], 1))]
-    told = f"1 loads waiting and {UNDER_WAY_MAX} under way, 1 stores waiting and "
-    assert told in repr(scene.copier)
-    assert scene.cuda.given(scene.loads, "copy") == UNDER_WAY_MAX
-
     given: list[str] = []
-    watched = scene.copier._give
+    give, reached, opened = scene.copier._give, threading.Event(), threading.Event()
 
-    def noting(lane: object, *rest: object) -> None:
+    def held(lane: object, *rest: object) -> None:
         given.append(lane.name)  # type: ignore[attr-defined]
-        watched(lane, *rest)  # type: ignore[arg-type]
+        reached.set()
+        assert opened.wait(SECONDS)
+        give(lane, *rest)  # type: ignore[arg-type]
 
-    scene.copier._give = noting  # type: ignore[method-assign, assignment]
-    with scene.copier._changed:  # So that both find room at once.
-        thread = threading.Thread(target=scene.cuda.run_all)
-        thread.start()
-        thread.join(SECONDS)
-    for future in full:
-        future.result(SECONDS)
-    scene.cuda.wait_until(lambda: len(given) == 2)
+    scene.copier._give = held  # type: ignore[method-assign, assignment]
+    futures = [scene.copier.gather(chunk([0], 0))]
+    assert reached.wait(SECONDS)
+    futures += [scene.copier.gather(chunk([1], 1)), scene.copier.gather(chunk([2], 2))]
+    futures += [scene.copier.scatter(chunk([3], 3)), scene.copier.scatter(chunk([4], 4))]
+    told = "2 loads waiting and 0 under way, 2 stores waiting and 1 under way"
+    assert repr(scene.copier) == f"<CudaCopier of fake CUDA open, {told}>"
+    opened.set()
+    scene.cuda.wait_until(lambda: scene.cuda.given(scene.stores, "host function") == 3)
     scene.cuda.run_all()
-    for future in waiting:
+    for future in futures:
         future.result(SECONDS)
-    assert given == ["load", "store"]
+    assert given == ["store", "load", "load", "store", "store"]
+
+
+def test_the_device_has_a_few_copies_of_a_direction_at_a_time(scene: Scene) -> None:
+    """What a driver does not take makes the caller wait, so it is not given too much."""
+    stores = [scene.store([slot], slot % ROWS) for slot in range(UNDER_WAY_MAX)]
+    more = scene.copier.gather(chunk([1], 0))
+    scene.load([1], 0)
+    assert scene.cuda.given(scene.stores, "copy") == UNDER_WAY_MAX
+    assert "1 stores waiting" in repr(scene.copier)
+    scene.cuda.run_all()
+    stores[0].result(SECONDS)
+    scene.cuda.wait_until(lambda: scene.cuda.given(scene.stores, "host function") > UNDER_WAY_MAX)
+    scene.cuda.run_all()
+    more.result(SECONDS)
 
 
 def test_stores_go_to_a_stream_of_the_lowest_priority(scene: Scene) -> None:
@@ -269,7 +279,7 @@ def test_neighbours_are_copied_as_one_and_pieces_are_not_crossed() -> None:
     the next piece of pinned memory begins."""
     layout = ShareLayout((2048,), 2)
     fake, rows = FakeCuda(), np.zeros((4, 4096), np.uint8)
-    pages = np.arange(8 * 2048, dtype=np.uint32).view(np.uint8).reshape(16, 2048)
+    pages = np.arange(16 * 512, dtype=np.uint32).view(np.uint8).reshape(16, 2048)
     fake.own(rows, pages)
     scene = Scene()
     pinned = cuda_module.PinnedMemory(fake, 4, 2)

@@ -142,12 +142,14 @@ class CudaCopier(DeviceCopier):
             return
         self._thread.join()
         self._share = None
-        self._watcher.close(self._tell_overdue)
         for lane in self._lanes:
             try:
+                # All copies are done, but for what the driver calls back behind them.
+                self._runtime.synchronize(lane.stream)
                 self._runtime.destroy_stream(lane.stream)
             except DeviceCallError as error:
                 log.debug("the stream of %ss: %s", lane.name, error)
+        self._watcher.close(self._tell_overdue)
         self._pinned.close()
 
     def __repr__(self) -> str:
