@@ -62,7 +62,10 @@ class Fragmenter:
         self._sizes = _column(list(layout.page_bytes))
 
     def of(self, blocks: BlockMap) -> Fragments:
-        """Layer by layer, each in the order of `blocks`; IndexError for an index out of bounds."""
+        """Layer by layer, each in the order of `blocks`; IndexError for an index out of bounds.
+        None where the rank has no layer of the group."""
+        if not len(self._sizes):
+            return Fragments(*[np.empty(0, np.uint64)] * 3)
         _require_below("block", blocks.blocks, self._blocks)
         _require_below("slot", blocks.slots, self._rows.rows)
         _require_below("position", blocks.positions, self._per_chunk)
