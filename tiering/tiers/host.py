@@ -12,7 +12,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class Region:
         directory: Path = SHARED_MEMORY,
         deadline_seconds: float = 60.0,
         ranks: int | None = None,
+        nodes: Collection[int] = (),
     ) -> Region:
         """Build the region `name` in `directory`, or attach to it if another process did.
 
@@ -91,7 +92,8 @@ class Region:
         `capacity_bytes` is `cpu_bytes_to_use`: the limit for header and rows of all ranks
         together. `deadline_seconds` limits the wait for another process that builds the region,
         counted from its last progress. Dead engines' regions are swept first. `ranks` workers
-        will announce themselves; left out, one for each share of a row.
+        will announce themselves; left out, one for each share of a row. `nodes`: where its memory
+        is taken from, if this process builds it and the machine has several memory nodes.
 
         Raises ConfigError where not one chunk fits into `capacity_bytes`, and RegionError where
         `directory` has too little space or cannot be used, where the region was made with
@@ -102,9 +104,8 @@ class Region:
         geometry = Geometry.within(capacity_bytes, layout, layout.ranks if ranks is None else ranks)
         path = directory / name
         with _directory_errors(path):
-            return cls._mapping(
-                path, attach(path, geometry, capacity_bytes, deadline_seconds), geometry
-            )
+            fd = attach(path, geometry, capacity_bytes, deadline_seconds, nodes)
+            return cls._mapping(path, fd, geometry)
 
     @classmethod
     def join(
