@@ -134,9 +134,7 @@ def _copy_pages(
 class TritonPages:
     """For one rank's groups; `device` is where tables and indices go, such as `cuda:0`."""
 
-    def __init__(
-        self, tables: Sequence[PageTable], device: str, programs: int = PROGRAMS
-    ) -> None:
+    def __init__(self, tables: Sequence[PageTable], device: str, programs: int = PROGRAMS) -> None:
         self._tables = list(tables)
         self._device = torch.device(device)
         self._programs = programs
@@ -161,10 +159,11 @@ class TritonPages:
     def launch(self, blocks: Blocks, stream: int, *, is_load: bool) -> object:
         """Copy what `blocks` says: rows to device, or back. What this returns must be kept until
         the stream has come to its end."""
-        if not self._device.type == "cuda":
+        if self._device.type != "cuda":
             return self._launch(blocks, is_load)
-        external = torch.cuda.ExternalStream(stream, device=self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(external):
+        cuda: Any = torch.cuda
+        external = cuda.ExternalStream(stream, device=self._device)
+        with cuda.device(self._device), cuda.stream(external):
             return self._launch(blocks, is_load)
 
     def _launch(self, blocks: Blocks, is_load: bool) -> object:

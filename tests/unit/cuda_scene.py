@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tiering.device.base import BlockMap, DevicePages, PageRun
-from tiering.device.cuda import CudaCopier, KernelUse
+from tiering.device.cuda import CudaCopier
 from tiering.device.futures import Watcher
 from tiering.device.pinned import pin
+from tiering.device.runtime import KernelUse
 from tiering.layout import ShareLayout
 from tiering.testing.fakecuda import COMPUTE, FakeCuda
 

@@ -1,4 +1,4 @@
-"""The copier for CUDA over the fake device: which bytes, in which order, and what waits for what."""
+"""The copier for CUDA over the fake device: which bytes, in which order, what waits for what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuda_scene import LAYOUT, NUM_BLOCKS, ROWS, SECONDS, Scene, chunk, run_of, stamped
+from cuda_scene import LAYOUT, ROWS, SECONDS, Scene, chunk, run_of, stamped
 from tiering.device import cuda as cuda_module
 from tiering.device.base import DevicePages
 from tiering.device.cuda import UNDER_WAY_MAX, CudaCopier

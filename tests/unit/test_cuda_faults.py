@@ -42,8 +42,6 @@ def test_an_error_at_the_kth_copy_fails_that_one_alone(
     stores = []
     for slot in range(4):
         stores.append(scene.copier.gather(chunk([slot, slot + 1], slot)))
-        done = sum(future.done() for future in stores)
-        scene.cuda.wait_until(lambda: scene.cuda.calls["record"] >= 2 * (slot - done))
         while not Future.done(stores[-1]):
             scene.cuda.run_all()
     failure = stores[which - 1].exception(SECONDS)
@@ -105,7 +103,7 @@ def test_a_sticky_failure_takes_the_device_out_of_service_and_is_told_once(
     assert isinstance(first.exception(SECONDS), CopyError)
     for submit in (scene.copier.scatter, scene.copier.gather):
         later = submit(chunk([3, 4], 1))
-        with pytest.raises(DeviceLostError, match="takes no copies any more: .*700"):
+        with pytest.raises(DeviceLostError, match=r"takes no copies any more: .*700"):
             later.result(SECONDS)
     assert [r.levelname for r in caplog.records].count("ERROR") == 1
     assert "Loads are computed, stores are dropped" in caplog.text

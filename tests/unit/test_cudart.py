@@ -217,7 +217,7 @@ def test_an_older_driver_is_given_one_copy_after_another() -> None:
     assert driver.copies == [(1, 3, 5, 11), (2, 4, 6, 11)]
     assert len(bindings.said) == before, "no call of Python's for each"
     driver.code, driver.at = ILLEGAL_ADDRESS, 4
-    with pytest.raises(DeviceCallError, match="cuMemcpyAsync .*copy 2 of 3") as told:
+    with pytest.raises(DeviceCallError, match=r"cuMemcpyAsync .*copy 2 of 3") as told:
         runtime.copy_one_by_one(addresses(1, 2, 3), addresses(1, 2, 3), addresses(1, 2, 3), 11)
     assert told.value.is_sticky
     assert len(driver.copies) == 4, "nothing after the failure"

@@ -76,7 +76,9 @@ def test_fragments_are_what_the_plain_loops_copy(
     count = data.draw(st.integers(0, min(BLOCKS, ROWS * per_chunk)))
     blocks = data.draw(st.permutations(range(BLOCKS)))[:count]
     places = data.draw(st.permutations([(s, p) for s in range(ROWS) for p in range(per_chunk)]))
-    copied(widths, gap, per_chunk, [(b, *at) for b, at in zip(blocks, places, strict=False)], is_load)
+    copied(
+        widths, gap, per_chunk, [(b, *at) for b, at in zip(blocks, places, strict=False)], is_load
+    )
 
 
 # Blocks 0 to 5 into the chunks of slots 0, 1 and 2, in order.

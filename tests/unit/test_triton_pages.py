@@ -1,4 +1,4 @@
-"""The Triton kernel for small pages, in Triton's interpreter on the CPU, and what it compiles to."""
+"""The Triton kernel for small pages: in its interpreter on the CPU, and what it compiles to."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
 from tiering.policy.registry import place_of, policy_names
 
 _TOKENS_MAX = 1 << 24
+_KERNEL_BYTES_MAX = 1 << 30
 _LAYERS_MAX = 1 << 16
 _KEYS_MAX = 1 << 30
 
@@ -208,6 +209,14 @@ class ConnectorConfig(EngineConfig):
         description="Let KV events carry the blocks, tokens and parents of chunks, which a "
         "router needs to use them. Without it they are placeholders.",
         examples=[True],
+    )
+    kernel_below_bytes: int = Field(
+        default=28 << 10,
+        ge=0,
+        le=_KERNEL_BYTES_MAX,
+        description="On a CUDA device: loads of smaller fragments than this, on average, are made "
+        "by a kernel instead of the copy engines. 0 uses none.",
+        examples=[16384],
     )
     canonical_layout: bool = Field(
         default=False,

@@ -25,13 +25,10 @@ from tiering.device.base import BlockMap, ByteArray, DeviceCopier, DevicePages
 from tiering.device.fragments import Fragmenter, HostRows
 from tiering.device.futures import OVERDUE_SECONDS, CudaEventFuture, Watcher
 from tiering.device.pinned import PinnedMemory
-from tiering.device.runtime import DeviceRuntime, PageKernel
+from tiering.device.runtime import DeviceRuntime, KernelUse
 from tiering.errors import ClosedError, CopyError, DeviceCallError, DeviceLostError
 
 log = logging.getLogger("tiering")
-
-KERNEL_BELOW_BYTES = 28 << 10
-"""Loads of smaller fragments, on average, are for a kernel; vLLM measured it on an H100."""
 
 KERNEL_FRAGMENTS_MIN = 16
 """Fewer are not worth a kernel's launch."""
@@ -66,15 +63,6 @@ class _Lane:
     @property
     def name(self) -> str:
         return "load" if self.is_load else "store"
-
-
-@dataclass(frozen=True, slots=True)
-class KernelUse:
-    """`kernel` copies fragments that are smaller than these, on average over a copy; 0: none."""
-
-    kernel: PageKernel
-    loads_below_bytes: int = KERNEL_BELOW_BYTES
-    stores_below_bytes: int = 0
 
 
 class CudaCopier(DeviceCopier):
@@ -177,18 +165,18 @@ class CudaCopier(DeviceCopier):
             if self._closing:
                 raise ClosedError("the copier is closed")
             lost = self._lost()
-        if lost is None:
-            try:
-                ready = self._watcher.record(self._server_stream())
-            except DeviceCallError as error:
-                self._note_fault(error)
-                lost = _failure(lane, kept, error)
-            else:
-                with self._changed:
-                    lane.waiting.append(_Copy(kept, future, ready))
-                    self._changed.notify_all()
         if lost is not None:
             future.set_exception(lost)
+            return future
+        try:
+            ready = self._watcher.record(self._server_stream())
+        except DeviceCallError as error:
+            self._note_fault(error)
+            future.set_exception(_failure(lane, kept, error))
+            return future
+        with self._changed:
+            lane.waiting.append(_Copy(kept, future, ready))
+            self._changed.notify_all()
         return future
 
     def _lost(self) -> DeviceLostError | None:
@@ -261,17 +249,28 @@ class CudaCopier(DeviceCopier):
             return
         kept.append(fragments)
         if self._is_for_kernel(lane, copy.blocks.group, fragments.mean_bytes, len(fragments)):
-            assert self._kernel is not None
-            kernel = self._kernel.kernel
             kept.append(copy.blocks)
-            kept.append(kernel.launch(copy.blocks, lane.stream, is_load=lane.is_load))
-            return
+            if self._launch(lane, copy.blocks, kept):
+                return
         target, source = fragments.host, fragments.device
         if lane.is_load:
             target, source = source, target
         self._runtime.copy(
             target, source, fragments.sizes, lane.stream, is_source_final=lane.is_load
         )
+
+    def _launch(self, lane: _Lane, blocks: BlockMap, kept: list[object]) -> bool:
+        """Whether the kernel takes it; one that cannot be launched is not tried again."""
+        assert self._kernel is not None
+        try:
+            kept.append(self._kernel.kernel.launch(blocks, lane.stream, is_load=lane.is_load))
+        except DeviceCallError as error:
+            if error.is_sticky:
+                raise
+            log.warning("small pages are copied by the copy engines from now on: %s", error)
+            self._kernel = None
+            return False
+        return True
 
     def _is_for_kernel(self, lane: _Lane, group: int, mean_bytes: float, fragments: int) -> bool:
         use = self._kernel
@@ -283,7 +282,7 @@ class CudaCopier(DeviceCopier):
     def _watch(
         self, lane: _Lane, copy: _Copy, kept: list[object], failure: CopyError | None
     ) -> None:
-        """End the copy when the device is done with what it was given of it, if that failed, too."""
+        """End the copy when the device is done with it, or with what it got of one that failed."""
 
         def finish(error: DeviceCallError | None, when: float) -> None:
             if error is not None:

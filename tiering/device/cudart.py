@@ -228,6 +228,15 @@ class CudaRuntime:
         return int(address)
 
 
+def has_bindings() -> bool:
+    """Whether the package is installed."""
+    try:
+        importlib.import_module(BINDINGS)
+    except ImportError:
+        return False
+    return True
+
+
 def open_cuda(ordinal: int) -> CudaRuntime:
     """The runtime of CUDA's device `ordinal`; ConfigError where the package or the driver is not
     there, or too old."""
@@ -250,4 +259,3 @@ def open_cuda(ordinal: int) -> CudaRuntime:
             "check with nvidia-smi that the driver runs and is not older than the package "
             "cuda-bindings",
         ) from error
-

@@ -12,10 +12,16 @@ comes and not when it is given; both must stay as they are until an event behind
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from tiering.device.base import BlockMap
 from tiering.device.fragments import Addresses
+
+KERNEL_BELOW_BYTES = 28 << 10
+"""Smaller fragments, on average, are for a kernel when they are loaded; vLLM measured it on an
+H100. When they are stored the copy engines were faster at all sizes."""
+
 
 class DeviceRuntime(Protocol):
     """One device's driver; see the module's docstring. `name` is for messages."""
@@ -109,3 +115,12 @@ class PageKernel(Protocol):
         """Copy what `blocks` says, whose indices the caller has checked: host tier to device, or
         back. What this returns must be kept until an event behind it is complete."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """`kernel` copies fragments that are smaller than these, on average over a copy; 0: none."""
+
+    kernel: PageKernel
+    loads_below_bytes: int = KERNEL_BELOW_BYTES
+    stores_below_bytes: int = 0
