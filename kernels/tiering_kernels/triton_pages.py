@@ -156,31 +156,41 @@ class TritonPages:
         table = self._tables[group]
         return bool(table.layers) and table.word_bytes >= 8
 
+    def warm_up(self) -> None:
+        """Compile what every group needs, which takes seconds, and copy nothing."""
+        nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for group, table in enumerate(self._tables):
+            if table.layers:
+                for is_load in (True, False):
+                    self._start(group, nothing, 0, is_load)
+
     def launch(self, blocks: Blocks, stream: int, *, is_load: bool) -> object:
         """Copy what `blocks` says: rows to device, or back. What this returns must be kept until
         the stream has come to its end."""
-        if self._device.type != "cuda":
-            return self._launch(blocks, is_load)
-        cuda: Any = torch.cuda
-        external = cuda.ExternalStream(stream, device=self._device)
-        with cuda.device(self._device), cuda.stream(external):
-            return self._launch(blocks, is_load)
-
-    def _launch(self, blocks: Blocks, is_load: bool) -> object:
-        table, count = self._tables[blocks.group], len(blocks)
-        if not count or not table.layers:
+        if not len(blocks) or not self._tables[blocks.group].layers:
             return None
         given = torch.from_numpy(
             np.concatenate([blocks.blocks, blocks.slots, blocks.positions]).astype(np.int32)
         )
-        pinned = given.pin_memory() if self._device.type == "cuda" else given
-        indices = pinned.to(self._device, non_blocking=True)
+        if self._device.type != "cuda":
+            self._start(blocks.group, given, len(blocks), is_load)
+            return given
+        cuda: Any = torch.cuda
+        external = cuda.ExternalStream(stream, device=self._device)
+        with cuda.device(self._device), cuda.stream(external):
+            pinned = given.pin_memory()
+            indices = pinned.to(self._device, non_blocking=True)
+            self._start(blocks.group, indices, len(blocks), is_load)
+            return pinned, indices
+
+    def _start(self, group: int, indices: torch.Tensor, count: int, is_load: bool) -> None:
+        table = self._tables[group]
         word = table.word_bytes
         largest = max(layer.page_bytes for layer in table.layers) // min(word, 8)
-        grid = (min(self._programs, count * len(table.layers)),)
+        grid = (max(1, min(self._programs, count * len(table.layers))),)
         kernel: Any = _copy_pages
         kernel[grid](
-            self._layers[blocks.group],
+            self._layers[group],
             indices,
             count,
             len(table.layers),
@@ -194,4 +204,3 @@ class TritonPages:
             WORDS=min(triton.next_power_of_2(largest), WORDS_MAX),
             FIELDS=_TABLE_FIELDS,
         )
-        return pinned, indices

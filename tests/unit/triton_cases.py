@@ -49,7 +49,9 @@ def compare(
     loop(pages, blocks.blocks, blocks.slots, blocks.positions, parts)
 
     table = PageTable(layers, BLOCKS, per_chunk, ROWS, rows.ctypes.data, rows.strides[0])
-    TritonPages([table], "cpu", programs).launch(blocks, 0, is_load=is_load)
+    kernel = TritonPages([table], "cpu", programs)
+    kernel.warm_up()
+    kernel.launch(blocks, 0, is_load=is_load)
     for layer, wanted in zip(device, wanted_device, strict=True):
         np.testing.assert_array_equal(layer, wanted)
     np.testing.assert_array_equal(rows, wanted_rows)

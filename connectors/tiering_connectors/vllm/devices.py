@@ -7,6 +7,7 @@ for start only.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
@@ -60,14 +61,15 @@ class HostDevice:
 
 
 class GpuDevice:
-    """CUDA's or ROCm's current device. `runtimes` opens the driver of one by its number."""
+    """CUDA's or ROCm's current device. `runtimes` opens the driver of one by its number; `cuda` is
+    `torch.cuda`, which is imported if left out."""
 
     is_host = False
 
-    def __init__(self, runtimes: Callable[[int], DeviceRuntime], has_kernel: bool) -> None:
-        import torch
-
-        self._cuda = torch.cuda
+    def __init__(
+        self, runtimes: Callable[[int], DeviceRuntime], *, has_kernel: bool, cuda: Any = None
+    ) -> None:
+        self._cuda = cuda or importlib.import_module("torch").cuda
         self._runtimes = runtimes
         self._has_kernel = has_kernel
 
@@ -96,12 +98,9 @@ class GpuDevice:
                 str(error),
                 "look for what the driver says (dmesg), or start without the connector",
             ) from error
-        log.info(
-            "copies to and from the device: %r, pages smaller than %d bytes by %s",
-            runtime,
-            config.kernel_below_bytes if kernel is not None else 0,
-            "a Triton kernel" if kernel is not None else "nothing else",
-        )
+        below = kernel.loads_below_bytes if kernel is not None else 0
+        also = f"; loads of fragments below {below} bytes by a kernel" if below else ""
+        log.info("the device's copies: %r%s", runtime, also)
         return copier
 
     def _server_stream(self) -> int:
@@ -118,6 +117,7 @@ class GpuDevice:
             return None
         try:
             made = page_kernel(groups, share, f"cuda:{self._cuda.current_device()}")
+            made.warm_up()
         except Exception as error:
             log.info("small pages are copied by the copy engines: %s", error)
             return None

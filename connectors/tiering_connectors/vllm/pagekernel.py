@@ -21,6 +21,10 @@ class TranslatingKernel:
     def __init__(self, pages: Any) -> None:
         self._pages = pages
 
+    def warm_up(self) -> None:
+        """Compile what a copy needs, which takes seconds; raises what that raises."""
+        self._pages.warm_up()
+
     def can_copy(self, group: int) -> bool:
         return bool(self._pages.can_copy(group))
 

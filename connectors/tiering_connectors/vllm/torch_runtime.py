@@ -7,6 +7,7 @@ so who waits for an event asks for it. Needs a build of torch and of vLLM for th
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,12 +32,13 @@ class TorchRuntime:
     name = "torch"
     can_signal = False
 
-    def __init__(self, ordinal: int, copy_batch: Callable[..., None] | None = None) -> None:
-        """`copy_batch` is vLLM's `swap_blocks_batch`; left out, it is imported."""
-        import torch
-
-        self._torch: Any = torch
-        self._device = torch.device("cuda", ordinal)
+    def __init__(
+        self, ordinal: int, torch: Any = None, copy_batch: Callable[..., None] | None = None
+    ) -> None:
+        """`torch` is the module, and `copy_batch` vLLM's `swap_blocks_batch`; left out, they are
+        imported."""
+        self._torch: Any = torch or importlib.import_module("torch")
+        self._device = self._torch.device("cuda", ordinal)
         self._ordinal = ordinal
         self._copy_batch = copy_batch or _copy_batch_of_vllm()
         self._numbers = count(1)
