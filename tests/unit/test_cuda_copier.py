@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,11 +15,13 @@ import pytest
 
 from cuda_scene import LAYOUT, ROWS, SECONDS, Scene, chunk, run_of, stamped
 from tiering.device import cuda as cuda_module
-from tiering.device.base import DevicePages
+from tiering.device.base import BlockMap, DevicePages
 from tiering.device.cuda import UNDER_WAY_MAX, CudaCopier
-from tiering.errors import ClosedError
+from tiering.device.runtime import KernelUse
+from tiering.errors import ClosedError, DeviceCallError
 from tiering.layout import ShareLayout
 from tiering.testing.fakecuda import COMPUTE, FakeCuda
+from tiering_kernels.rows import gather_pages, scatter_pages
 
 
 @pytest.fixture
@@ -305,6 +308,119 @@ def test_neighbours_are_copied_as_one_and_pieces_are_not_crossed() -> None:
     assert moved == [[4 * 2048, 4 * 2048]]
     assert (rows.reshape(8, 2048) == pages[:8]).all()
     copier.close()
+    scene.end()
+
+
+class Kernel:
+    """`PageKernel` by the plain loops, on the fake device's stream, in its turn."""
+
+    def __init__(self) -> None:
+        self.scene: Scene | None = None
+        self.launched: list[tuple[bool, int]] = []
+        self.fails = False
+
+    def can_copy(self, group: int) -> bool:
+        return True
+
+    def launch(self, blocks: BlockMap, stream: int, *, is_load: bool) -> object:
+        if self.fails:
+            raise DeviceCallError("launch", -1, "it does not compile")
+        scene, kept = self.scene, bytearray(64)
+        assert scene is not None
+        alive = weakref.ref(kept_in := _Kept(kept))
+        self.launched.append((is_load, len(blocks)))
+        parts = []
+        for at, width in zip(LAYOUT.layer_offsets, LAYOUT.page_bytes, strict=True):
+            parts.append(scene.share[:, at : at + 2 * width].reshape(ROWS, 2, width))
+        loop = scatter_pages if is_load else gather_pages
+
+        def run() -> None:
+            assert alive() is not None, "let go of before the kernel ran"
+            loop(scene.pages, blocks.blocks, blocks.slots, blocks.positions, parts)
+
+        scene.cuda.launch(stream, run)
+        return kept_in
+
+
+class _Kept:
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = memory
+
+
+def whole_rows(slots: int) -> BlockMap:
+    """Eight blocks, so that there are 16 fragments: of two layers, none beside another."""
+    blocks = np.array([0, 2, 4, 6, 1, 3, 5, 7], np.int32)[: 2 * slots]
+    where = np.repeat(np.arange(slots, dtype=np.int32), 2)
+    return BlockMap(blocks, where, np.tile(np.arange(2, dtype=np.int32), slots))
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+def with_kernel(kernel: Kernel, loads_below: int = 1000, stores_below: int = 0) -> Scene:
+    scene = kernel.scene = Scene(kernel=KernelUse(kernel, loads_below, stores_below))
+    return scene
+
+
+def done(scene: Scene, stream: int, future: Future[None]) -> None:
+    while not Future.done(future):
+        scene.cuda.run_all()
+    future.result(SECONDS)
+
+
+def test_loads_of_small_fragments_are_for_the_kernel(kernel: Kernel) -> None:
+    scene = with_kernel(kernel)
+    done(scene, scene.stores, scene.copier.gather(whole_rows(4)))
+    wanted = [layer.copy() for layer in scene.pages]
+    for layer in scene.pages:
+        layer[:] = 0
+    done(scene, scene.loads, scene.copier.scatter(whole_rows(4)))
+    gc.collect()
+    assert kernel.launched == [(True, 8)]
+    for layer, before in zip(scene.pages, wanted, strict=True):
+        assert (layer == before).all()
+    scene.end()
+
+
+@pytest.mark.parametrize(
+    ("loads_below", "slots", "is_pinned"),
+    [(64, 4, True), (1000, 3, True), (1000, 4, False)],
+    ids=["fragments are larger", "too few", "not pinned"],
+)
+def test_else_loads_are_for_the_copy_engines(
+    kernel: Kernel, loads_below: int, slots: int, is_pinned: bool
+) -> None:
+    scene = with_kernel(kernel, loads_below)
+    if not is_pinned:
+        scene.pinned.close()
+    done(scene, scene.loads, scene.copier.scatter(whole_rows(slots)))
+    assert kernel.launched == []
+    assert scene.cuda.given(scene.loads, "copy") == 1
+    scene.end()
+
+
+def test_stores_are_for_the_kernel_where_it_is_said_so(kernel: Kernel) -> None:
+    scene = with_kernel(kernel, 0, 1000)
+    done(scene, scene.stores, scene.copier.gather(whole_rows(4)))
+    done(scene, scene.loads, scene.copier.scatter(whole_rows(4)))
+    assert kernel.launched == [(False, 8)]
+    assert scene.share[0].tobytes() == scene.expected([0, 2])
+    scene.end()
+
+
+def test_a_kernel_that_cannot_be_launched_is_left_alone(
+    kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = with_kernel(kernel)
+    scene.rows[:] = 5
+    kernel.fails = True
+    for _ in range(2):
+        done(scene, scene.loads, scene.copier.scatter(whole_rows(4)))
+    assert all((layer == 5).all() for layer in scene.pages)
+    (warning,) = caplog.records
+    assert "by the copy engines from now on" in warning.getMessage()
     scene.end()
 
 
