@@ -12,15 +12,16 @@ again and again, less and less often. Whoever polls a future asks the event as w
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,7 +111,12 @@ class Watcher:
         self._clock = clock or MonotonicClock()
         calls = device_calls()
         self._signal = calls.signal if calls is not None and runtime.can_signal else 0
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Rung by the driver, and by others to have the thread look after itself. Never closed: the
+        # driver may be about to write to it.
+        self._bell, self._nudge = (
+            os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
         self._looking = threading.Lock()
         self._users = _Users()
@@ -202,6 +208,20 @@ class Watcher:
         if was_idle:
             self._ring()
 
+    @contextmanager
+    def heard_by(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Within this, `loop` hears the bell itself, in its own thread: one wake-up less for a
+        coroutine that awaits a copy. For the loop's thread; one loop at a time."""
+        self._loop = loop
+        loop.add_reader(self._bell, self._hear)
+        self._ring()
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._bell)
+            self._loop = None
+            self._ring()
+
     def look(self) -> None:
         """Finish whatever is complete. If another thread is at it, this one leaves it to that."""
         if not self._looking.acquire(blocking=False):
@@ -230,29 +250,38 @@ class Watcher:
             self._runtime.enter_thread()
         except DeviceCallError as error:
             log.warning("the watcher of device events: %s", error)
-        bell = select.poll()
-        bell.register(self._bell, select.POLLIN)
+        heard, nudged = select.poll(), select.poll()
+        for each in (self._bell, self._nudge):
+            heard.register(each, select.POLLIN)
+        nudged.register(self._nudge, select.POLLIN)
         me = threading.current_thread()
         while True:
             with self._changed:
                 if self._users.thread is not me:
                     return
                 oldest = min((lane[0].since for lane in self._lanes.values() if lane), default=None)
-            self._wait(bell, oldest)
+            self._wait(heard if self._loop is None else nudged, oldest)
             self.look()
             self._tell_overdue()
 
     def _wait(self, bell: select.poll, oldest: float | None) -> None:
         """Until the bell is rung, or it is time to ask."""
         if oldest is None:
-            bell.poll()
+            rung = bell.poll()
         elif self._signal:
-            bell.poll(_UNHEARD_SECONDS * 1000)
+            rung = bell.poll(_UNHEARD_SECONDS * 1000)
         else:
             age = self._clock.now() - oldest
             time.sleep(min(max(age * _SHARE_OF_AGE, _PAUSE_SECONDS_MIN), _PAUSE_SECONDS_MAX))
+            rung = bell.poll(0)
+        for each, _ in rung:
+            with suppress(BlockingIOError):
+                os.eventfd_read(each)
+
+    def _hear(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
+        self.look()
 
     def _tell_overdue(self) -> None:
         late_since = self._clock.now() - OVERDUE_SECONDS
@@ -324,6 +353,5 @@ class Watcher:
             log.debug("an event of a device that died: %s", error)
 
     def _ring(self) -> None:
-        # It is never closed: the driver may be about to write to it.
         with suppress(BlockingIOError):
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._nudge, 1)
