@@ -39,6 +39,7 @@ LARGE, BATCH, LOOP, KERNEL = "one large copy", "batch", "loop", "kernel"
 KIB = 1 << 10
 SIZES = tuple(KIB << power for power in range(2, 13))
 KERNEL_BYTES_MAX = 128 * KIB
+CHECKED_BYTES = 16 << 20
 LOOP_FRAGMENTS_MAX = 1 << 14
 """Beside these, one call for each would take most of the time that there is."""
 
@@ -80,7 +81,7 @@ class _Places:
     pinned memory, and who belongs to whom by chance."""
 
     def __init__(
-        self, side: Side, plan: Plan, size: int, device: Memory, host: ByteArray, seed: int = 1
+        self, plan: Plan, size: int, device: Memory, host: ByteArray, seed: int = 1
     ) -> None:
         self.size, self.count = size, max(1, plan.total_bytes // size)
         random = np.random.default_rng(seed)
@@ -97,15 +98,13 @@ class _Places:
     def stamp(self, seed: int) -> None:
         """Other bytes on both sides."""
         random = np.random.default_rng(seed)
-        whole = self._device.read()
-        words = whole[: len(whole) // 8 * 8].view(np.uint64)
-        words[:] = random.integers(0, 1 << 63, len(words), np.uint64)
-        self._device.write(whole)
-        flat = self.share.reshape(-1)
-        flat.view(np.uint64)[:] = random.integers(0, 1 << 63, flat.nbytes // 8, np.uint64)
+        words = random.integers(0, 1 << 63, 3 * self.share.nbytes // 8, np.uint64)
+        content = words.view(np.uint8)
+        self._device.write(content[: 2 * self.share.nbytes])
+        self.share.reshape(-1)[:] = content[2 * self.share.nbytes :]
 
     def check(self, what: str) -> None:
-        pages = self._device.read()[: 2 * self.count * self.size].reshape(self.count, -1)
+        pages = self._device.read(2 * self.share.nbytes).reshape(self.count, -1)
         copied = pages[self.blocks.blocks, : self.size]
         if not np.array_equal(copied, self.share[self.blocks.slots]):
             raise WrongBytes(f"{what}: what was copied is not what was there")
@@ -144,7 +143,7 @@ class Bench:
     # Throughput
 
     def _measure_large(self) -> None:
-        places = _Places(self._side, self._plan, self._plan.total_bytes, self._device, self._host)
+        places = self._places(self._plan.total_bytes)
         for direction in (STORE, LOAD, BOTH):
             for _ in range(self._plan.repeats + 1):
                 seconds = self._timed(direction, places.fragments, places, LOOP)
@@ -152,20 +151,14 @@ class Bench:
             del self.samples.of_size[0][direction, LARGE][0]  # it warms up
 
     def _measure_size(self, size: int) -> None:
-        places = _Places(self._side, self._plan, size, self._device, self._host)
-        kernel = None
-        if size <= KERNEL_BYTES_MAX:
-            kernel = self._side.kernel([places.group], places.share)
+        places = self._places(size)
+        kernel = self._kernel(places)
         ways = [BATCH]
         if len(places.fragments) <= LOOP_FRAGMENTS_MAX:
             ways.append(LOOP)
         if kernel is not None:
             ways.append(KERNEL)
-        for number, way in enumerate(ways):
-            for direction in (STORE, LOAD):
-                places.stamp(number + 2)
-                self._timed(direction, places.fragments, places, way, kernel)
-                places.check(f"{direction} of {size} bytes by {way}")
+        self._check_size(size, ways)
         for _ in range(self._plan.repeats):
             for direction in (STORE, LOAD, BOTH):
                 for way in ways:
@@ -173,6 +166,25 @@ class Bench:
                         continue
                     seconds = self._timed(direction, places.fragments, places, way, kernel)
                     self.samples.add(size, direction, way, seconds)
+
+    def _check_size(self, size: int, ways: Sequence[str]) -> None:
+        """Every way and direction copies the right bytes, of some megabytes."""
+        places = self._places(size, min(self._plan.total_bytes, max(size, CHECKED_BYTES)))
+        kernel = self._kernel(places)
+        for number, way in enumerate(ways):
+            for direction in (STORE, LOAD):
+                places.stamp(number)
+                self._timed(direction, places.fragments, places, way, kernel)
+                places.check(f"{direction} of {size} bytes by {way}")
+
+    def _places(self, size: int, total_bytes: int | None = None) -> _Places:
+        plan = self._plan if total_bytes is None else replace(self._plan, total_bytes=total_bytes)
+        return _Places(plan, size, self._device, self._host)
+
+    def _kernel(self, places: _Places) -> Any:
+        if places.size > KERNEL_BYTES_MAX:
+            return None
+        return self._side.kernel([places.group], places.share)
 
     def _timed(
         self, direction: str, fragments: Fragments, places: _Places, way: str, kernel: Any = None
@@ -222,7 +234,7 @@ class Bench:
         if multiply is None:
             self.samples.left_out.append("a matrix product beside copies")
             return
-        places = _Places(self._side, self._plan, 512 * KIB, self._device, self._host)
+        places = self._places(512 * KIB)
         for _ in range(3):
             self._seconds_of(multiply)  # it warms up
         for _ in range(self._plan.repeats):
@@ -265,9 +277,8 @@ class Bench:
             self.samples.left_out.append("latency of futures: the native library is not there")
             return
         size = 64 * KIB
-        small = replace(self._plan, total_bytes=16 * size)
         for way in WAYS:
-            places = _Places(self._side, small, size, self._device, self._host)
+            places = self._places(size, 16 * size)
             stamping = _Stamping(self._runtime, calls.signal, can_signal=way != ASKING)
             copies = Copies(self._side, [places.group], places.share, runtime=stamping)
             try:

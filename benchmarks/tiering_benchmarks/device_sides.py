@@ -40,10 +40,12 @@ class Memory(Protocol):
     address: int
 
     def write(self, content: ByteArray) -> None:
-        """All of it, and wait until that is done."""
+        """From the first byte on, and wait until that is done."""
         ...
 
-    def read(self) -> ByteArray: ...
+    def read(self, size_bytes: int | None = None) -> ByteArray:
+        """The first so many bytes, or all."""
+        ...
 
 
 class Side(Protocol):
@@ -93,10 +95,10 @@ class _HostMemory:
         return self.array.ctypes.data
 
     def write(self, content: ByteArray) -> None:
-        self.array[:] = content
+        self.array[: len(content)] = content
 
-    def read(self) -> ByteArray:
-        return self.array.copy()
+    def read(self, size_bytes: int | None = None) -> ByteArray:
+        return self.array[:size_bytes].copy()
 
 
 class _Pinning:
@@ -170,12 +172,12 @@ class _TorchMemory:
         self.address = int(tensor.data_ptr())
 
     def write(self, content: ByteArray) -> None:
-        self.tensor.copy_(self._torch.from_numpy(content))
+        self.tensor[: len(content)].copy_(self._torch.from_numpy(content))
         self._torch.cuda.synchronize()
 
-    def read(self) -> ByteArray:
+    def read(self, size_bytes: int | None = None) -> ByteArray:
         self._torch.cuda.synchronize()
-        content: ByteArray = self.tensor.cpu().numpy()
+        content: ByteArray = self.tensor[:size_bytes].cpu().numpy()
         return content
 
 
