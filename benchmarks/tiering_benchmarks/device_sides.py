@@ -37,7 +37,8 @@ _WORK_CYCLES = 100_000_000
 class Memory(Protocol):
     """Bytes of the device."""
 
-    address: int
+    @property
+    def address(self) -> int: ...
 
     def write(self, content: ByteArray) -> None:
         """From the first byte on, and wait until that is done."""
