@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -17,8 +18,12 @@ import numpy.typing as npt
 
 from tiering.clock import Clock, MonotonicClock, UnixClock
 from tiering.config import EngineConfig, FsTierConfig, PressureConfig, TierConfig, UserTierConfig
-from tiering.device.base import DeviceCopier, HostPages
+from tiering.device.base import DeviceCopier, DevicePages, HostPages
+from tiering.device.cuda import CudaCopier
+from tiering.device.futures import Watcher
 from tiering.device.host import HostCopier
+from tiering.device.pinned import pin
+from tiering.device.runtime import DeviceRuntime, KernelUse
 from tiering.errors import ConfigError
 from tiering.events import HOST
 from tiering.events.blocks import MEDIUM_CPU, MEDIUM_STORAGE
@@ -46,6 +51,7 @@ __all__ = [
     "announced_tiers",
     "build_catalogues",
     "build_core",
+    "build_device_copier",
     "build_host_copier",
     "build_tiers",
     "media_of",
@@ -259,3 +265,29 @@ def build_host_copier(groups: Sequence[HostPages], share: npt.NDArray[np.uint8])
     """Copies between host arrays, by KV cache group, and a rank's share of the host tier (uint8,
     `(rows, share_bytes)`)."""
     return HostCopier(groups, share)
+
+
+def build_device_copier(
+    runtime: DeviceRuntime,
+    groups: Sequence[DevicePages],
+    memory: npt.NDArray[np.uint8],
+    share: npt.NDArray[np.uint8],
+    server_stream: Callable[[], int],
+    kernel: KernelUse | None = None,
+) -> DeviceCopier:
+    """Copies between a device's memory, by KV cache group, and a rank's `share` of the host tier's
+    `memory`, which is pinned first: about 0.1 seconds a GiB. `server_stream` is asked at each copy
+    on which stream the server computes. DeviceCallError."""
+    with _watchers_lock:
+        watcher = _watchers.setdefault(runtime, Watcher(runtime))
+    pinned = pin(runtime, memory)
+    try:
+        return CudaCopier(runtime, watcher, groups, share, pinned, server_stream, kernel)
+    except BaseException:
+        pinned.close()
+        raise
+
+
+# One for each device that this process copies from and to.
+_watchers: dict[DeviceRuntime, Watcher] = {}
+_watchers_lock = Lock()

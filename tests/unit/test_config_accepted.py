@@ -211,6 +211,7 @@ connector_configs = st.fixed_dictionaries(
         "store_threshold": st.integers(0, 9),
         "max_tracker_size": st.integers(1, 1 << 30),
         "self_describing_kv_events": st.booleans(),
+        "kernel_below_bytes": st.integers(0, 1 << 30),
         "canonical_layout": st.just(False),
         "loop": st.sampled_from(["thread", "process"]),
         "spec_name": st.sampled_from([None, "TieringOffloadingSpec", "TieredOffloadingSpec"]),

@@ -39,6 +39,7 @@ from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
 from tiering.policy.registry import place_of, policy_names
 
 _TOKENS_MAX = 1 << 24
+_KERNEL_BYTES_MAX = 1 << 30
 _LAYERS_MAX = 1 << 16
 _KEYS_MAX = 1 << 30
 
@@ -214,6 +215,14 @@ class ConnectorConfig(EngineConfig):
         description="Where the secondary tiers' I/O is driven from: a thread of the process that "
         "vLLM's scheduler is in, or a process beside it, which is started again if it dies.",
         examples=["process"],
+    )
+    kernel_below_bytes: int = Field(
+        default=28 << 10,
+        ge=0,
+        le=_KERNEL_BYTES_MAX,
+        description="On a CUDA device: loads of smaller fragments than this, on average, are made "
+        "by a kernel instead of the copy engines. 0 uses none.",
+        examples=[16384],
     )
     canonical_layout: bool = Field(
         default=False,

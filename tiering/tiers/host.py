@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,6 +89,7 @@ class Region:
         directory: Path = SHARED_MEMORY,
         deadline_seconds: float = 60.0,
         ranks: int | None = None,
+        nodes: Collection[int] = (),
     ) -> Region:
         """Build the region `name` in `directory`, or attach to it if another process did.
 
@@ -96,7 +97,8 @@ class Region:
         `capacity_bytes` is `cpu_bytes_to_use`: the limit for header and rows of all ranks
         together. `deadline_seconds` limits the wait for another process that builds the region,
         counted from its last progress. Dead engines' regions are swept first. `ranks` workers
-        will announce themselves; left out, one for each share of a row.
+        will announce themselves; left out, one for each share of a row. `nodes`: where its memory
+        is taken from, if this process builds it and the machine has several memory nodes.
 
         Raises ConfigError where not one chunk fits into `capacity_bytes`, and RegionError where
         `directory` has too little space or cannot be used, where the region was made with
@@ -107,7 +109,7 @@ class Region:
         geometry = Geometry.within(capacity_bytes, layout, layout.ranks if ranks is None else ranks)
         path = directory / name
         with _directory_errors(path):
-            descriptor = attach(path, geometry, capacity_bytes, deadline_seconds)
+            descriptor = attach(path, geometry, capacity_bytes, deadline_seconds, nodes)
             return cls(path, geometry, descriptor)
 
     @classmethod

@@ -25,8 +25,9 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import announced_tiers, build_host_copier
+from tiering.wiring import announced_tiers
 from tiering_connectors.vllm.announcing import SILENCE, announcing_for
+from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -45,7 +46,6 @@ from tiering_connectors.vllm.opening import (
     join_region,
     name_of_region,
     open_region,
-    require_host_tensors,
 )
 from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.params import kinds_of
@@ -167,15 +167,16 @@ class TieredConnector(KVConnectorBase_V1):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        require_host_tensors(device_type(kv_caches))
+        device = device_for(device_type(kv_caches))
         rank = self._vllm_config.parallel_config.rank
         self._geometry = geometry = self._agreed_geometry()
         self._region = region = open_region(
-            self._region_name, geometry.row, self._config, geometry.world
+            self._region_name, geometry.row, self._config, geometry.world, device.nodes()
         )
-        share = region.share(geometry.share_of(rank))
+        groups = geometry.pages if device.is_host else geometry.device_pages
+        share = geometry.share_of(rank)
         self._worker = WorkerHalf(
-            build_host_copier(geometry.pages(kv_caches), share),
+            device.open_copier(groups(kv_caches), region, share, self._config),
             geometry.block_bytes,
             MonotonicClock(),
             rank % geometry.replicas,

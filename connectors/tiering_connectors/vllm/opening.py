@@ -42,19 +42,15 @@ def name_of_region(engine_id: str | None, door: str, extra_config: Mapping[str, 
     return region_name(f"{engine_id} {door} {own.decode()}")
 
 
-def require_host_tensors(kind: str) -> None:
-    """ConfigError unless `kind`, of device, is one that this version copies from."""
-    if kind != "cpu":
-        raise ConfigError(
-            "--device",
-            kind,
-            "this version copies host tensors only",
-            "run vLLM's CPU backend",
-        )
-
-
-def open_region(name: str, row: RowLayout, config: ConnectorConfig, ranks: int) -> Region:
-    """A worker's: built by the first of the `ranks`; ConfigError where no chunk fits."""
+def open_region(
+    name: str,
+    row: RowLayout,
+    config: ConnectorConfig,
+    ranks: int,
+    nodes: Collection[int] = (),
+) -> Region:
+    """A worker's: built by the first of the `ranks`, of memory of these `nodes`; ConfigError where
+    no chunk fits."""
     try:
         return Region.open(
             name,
@@ -62,6 +58,7 @@ def open_region(name: str, row: RowLayout, config: ConnectorConfig, ranks: int) 
             config.cpu_bytes_to_use,
             deadline_seconds=WORKERS_DEADLINE_SECONDS,
             ranks=ranks,
+            nodes=nodes,
         )
     except ConfigError as error:
         raise error.under(EXTRA_CONFIG) from None

@@ -31,7 +31,7 @@ from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import build_host_copier
+from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import device_type
 from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.meter import TransferMeter, host_now
@@ -39,6 +39,7 @@ from tiering_connectors.vllm.metrics import Growth
 from tiering_connectors.vllm.offloading.copies import RankCopies
 from tiering_connectors.vllm.offloading.events import OffloadedEvents, Place
 from tiering_connectors.vllm.offloading.facts import (
+    device_pages_of,
     layout_digest,
     namespace_from,
     namespace_note,
@@ -56,7 +57,6 @@ from tiering_connectors.vllm.opening import (
     join_region,
     name_of_region,
     open_region,
-    require_host_tensors,
 )
 
 log = logging.getLogger("tiering")
@@ -159,25 +159,26 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def _open_worker(self, kv_caches: CanonicalKVCaches) -> TieredOffloadingWorker:
         tensors = {str(at): each.tensor for at, each in enumerate(kv_caches.tensors)}
-        require_host_tensors(device_type(tensors))
+        device = device_for(device_type(tensors))
         parallel = self.config.parallel
-        groups = pages_of(kv_caches, self.blocks_per_chunk)
+        find_pages = pages_of if device.is_host else device_pages_of
+        groups = find_pages(kv_caches, self.blocks_per_chunk)
         row = RowLayout(
             max(group.layout.share_bytes for group in groups),
             1 if self.replicated_layout else parallel.world_size,
         )
         self._region = region = open_region(
-            self._region_name, row, self._settings, parallel.world_size
+            self._region_name, row, self._settings, parallel.world_size, device.nodes()
         )
         ledger = self._ledger(region)
-        share = region.share(0 if self.replicated_layout else parallel.rank)
+        number = 0 if self.replicated_layout else parallel.rank
         if parallel.rank == 0:
             ledger.leave_note(namespace_note(self.config, row.share_bytes))
         copies = RankCopies(
-            build_host_copier(groups, share),
+            device.open_copier(groups, region, number, self._settings),
             ledger,
             parallel.rank,
-            share,
+            region.share(number),
             [sum(group.layout.page_bytes) for group in groups],
             self.blocks_per_chunk,
             MonotonicClock(),
