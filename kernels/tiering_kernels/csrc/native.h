@@ -4,6 +4,7 @@
  * ring.c     io_uring by its system calls, one ring for each thread
  * native.c   what Python calls: a batch, by a ring or by blocking calls
  * keytable.c, slots.c: what the core of the engine is made of; they share nothing with the others
+ * copies.c   rows out of memory that another process writes to; the same
  */
 #ifndef KVT_NATIVE_H
 #define KVT_NATIVE_H
@@ -15,7 +16,7 @@
 #include <sys/uio.h>
 
 /* library.py refuses another number. */
-#define KVT_ABI 2
+#define KVT_ABI 3
 
 #define HEADER_BYTES 4096
 #define CHECKSUM_BYTES 16

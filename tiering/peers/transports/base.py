@@ -52,9 +52,9 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served: `rows`, uint8 of shape `(rows, row_bytes)`, and `generations`, uint64, one for
-    each. With `rows_space` and `generations_space` the same is there for other processes of this
-    host to map."""
+    """What is served: `rows`, uint8 of shape `(rows, row_bytes)`, and `generations`, uint64, one
+    for each. `rows_space` and `generations_space` are the same for other processes of this host
+    to map."""
 
     rows: npt.NDArray[np.uint8]
     generations: npt.NDArray[np.uint64]
@@ -70,7 +70,7 @@ class Served:
 
     @property
     def row_bytes(self) -> int:
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
 
 class Link(ABC):
@@ -80,8 +80,8 @@ class Link(ABC):
     async def read(
         self, references: Sequence[Reference], into: Sequence[memoryview]
     ) -> list[Outcome]:
-        """Fill `into[i]`, writable and of row_bytes, with the row of `references[i]`; one outcome for
-        each, and nothing raised for the other side's faults. Buffers are touched only until this
+        """Fill `into[i]`, writable and of row_bytes, with the row of `references[i]`; one outcome
+        for each; the other side's faults are not raised. Buffers are touched only until this
         returns or raises: a cancelled call must come back, with CancelledError, only when nothing
         of it will touch a buffer any more. A link on which nothing comes for as long as its
         transport says fails, and goes on failing; `ClosedError` after `close`."""

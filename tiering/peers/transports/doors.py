@@ -72,7 +72,7 @@ class Door:
         self._descriptors = descriptors
         self._is_trusted = is_trusted
         self._tokens: dict[bytes, bytes] = {}
-        self._strangers: set[Wire] = set()
+        self._strangers: dict[Wire, asyncio.TimerHandle] = {}
         self._inside: dict[Wire, bytes] = {}
         listening.setblocking(False)
         self._loop.add_reader(listening, self._accept)
@@ -89,9 +89,10 @@ class Door:
     def close(self) -> None:
         self._loop.remove_reader(self._listening)
         self._listening.close()
-        for wire in [*self._strangers, *self._inside]:
+        for wire in list(self._strangers):
+            self._turn_away(wire)
+        for wire in self._inside:
             wire.close()
-        self._strangers.clear()
         self._inside.clear()
         self._tokens.clear()
 
@@ -109,8 +110,8 @@ class Door:
             return
         told: list[Callable[[str], None]] = []
         wire = Wire(came, self._quiet_seconds_max, lambda why: self._lost(wire, why, told))
-        self._strangers.add(wire)
-        self._loop.call_later(STRANGER_SECONDS_MAX, self._lose_patience, wire)
+        patience = self._loop.call_later(STRANGER_SECONDS_MAX, self._turn_away, wire)
+        self._strangers[wire] = patience
         nonce, hello = secrets.token_bytes(NONCE_BYTES), bytearray(_HELLO_BYTES)
         heard = partial(self._heard, wire, nonce, hello, told)
         wire.send([memoryview(_MAGIC + nonce)], lambda: wire.fill([memoryview(hello)], heard))
@@ -123,10 +124,9 @@ class Door:
         token = self._tokens.get(session)
         proven = proof(token or b"", "link, dialling", nonce, theirs)
         if token is None or not hmac.compare_digest(proven, hello[ID_BYTES + NONCE_BYTES :]):
-            self._strangers.discard(wire)
-            wire.close()
+            self._turn_away(wire)
             return
-        self._strangers.discard(wire)
+        self._strangers.pop(wire).cancel()
         self._inside[wire] = session
         mine = proof(token, "link, dialled", nonce, theirs, self._terms)
         then = partial(self._let_in, wire, told)
@@ -136,14 +136,14 @@ class Door:
         told.append(self._welcome(wire))
 
     def _lost(self, wire: Wire, why: str, told: list[Callable[[str], None]]) -> None:
-        self._strangers.discard(wire)
+        self._turn_away(wire)
         self._inside.pop(wire, None)
         for tell in told:
             tell(why)
 
-    def _lose_patience(self, wire: Wire) -> None:
-        if wire in self._strangers:
-            self._strangers.discard(wire)
+    def _turn_away(self, wire: Wire) -> None:
+        if (patience := self._strangers.pop(wire, None)) is not None:
+            patience.cancel()
             wire.close()
 
 
@@ -155,7 +155,7 @@ async def enter(
     descriptors_max: int = 0,
 ) -> tuple[Line, Terms, list[int]]:
     """Through the door that `came` is connected to, taking it over: a line, what is behind it, and
-    the descriptors that came along, which are the caller's to close. Broken where it is not let in."""
+    the descriptors that came along, for the caller to close. Broken where it is not let in."""
     line = Line(came, quiet_seconds_max)
     line.wire.descriptors_max = descriptors_max
     try:

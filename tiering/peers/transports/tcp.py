@@ -1,9 +1,10 @@
 """Rows over TCP: straight from the region into the socket, and from the socket into the buffers.
 
 A request is a number of rows and a slot and generation for each. The answer has for each a lead,
-which says whether bytes follow, then the row, then a tail: whether the slot still had its generation
-when the last byte had left, and XXH3-64 of what was sent. The receiver compares that with what has
-come. Neither side keeps any row: what a slow receiver has not taken stays in the region.
+which says whether bytes follow, then the row, then a tail: whether the slot still had its
+generation when the last byte had left, and XXH3-64 of what was sent. The receiver compares that
+with what has come. Neither side keeps any row: what a slow receiver has not taken stays in the
+region.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class _Serving:
 
     def __init__(self, served: Served, wire: Wire) -> None:
         self._rows = served.rows
-        self._generations = memoryview(served.generations)
+        self._generations = memoryview(served.generations.data)
         self._wire = wire
         self._wanted: list[tuple[int, int]] = []
         self._at = 0
@@ -317,7 +318,7 @@ class TcpLink(Link):
         return outcomes
 
     def _fail(self, why: str) -> None:
-        """Nothing comes from there any more: whoever reads is told now, and not one after another."""
+        """Nothing comes from there any more: whoever reads is told now, all at once."""
         if self._why is None:
             self._why = why
         for line in [*self._idle, *self._busy]:

@@ -81,8 +81,8 @@ class Wire:
         left: Callable[[memoryview], None] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """Send `views`, and `descriptors` with the first byte, and then call `then`. `left` sees each
-        piece of the last one as the kernel has taken it."""
+        """Send `views`, and `descriptors` with the first byte, and then call `then`. `left` sees
+        each piece of the last one as the kernel has taken it."""
         self._from.extend(views)
         self._sent, self._left = then, left
         self._granted = array.array("i", descriptors)
@@ -182,7 +182,7 @@ class Wire:
         while self._from and moved < TURN_BYTES:
             views = list(self._from)[:PIECES_MAX]
             try:
-                sent = self._socket.sendmsg(views, *self._ancillary())
+                sent = self._socket.sendmsg(views, self._ancillary())
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -199,10 +199,10 @@ class Wire:
             self._writes = False
             self._loop.remove_writer(self._socket)
 
-    def _ancillary(self) -> tuple[list[tuple[int, int, array.array[int]]], ...]:
+    def _ancillary(self) -> list[tuple[int, int, array.array[int]]]:
         if not self._granted:
-            return ()
-        return ([(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._granted)],)
+            return []
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._granted)]
 
     def _give(self, sent: int) -> None:
         while sent:
