@@ -92,7 +92,7 @@ class ControlPlane:
         self._stats = ControlStats()
         # Made by `open`.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._context = sockets.new_context()
+        self._context: sockets.Context | None = None
         self._router: Pipe | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
@@ -111,22 +111,24 @@ class ControlPlane:
             raise ConfigError(
                 self._name, self._at.host, f"has no address: {error}", "write one of this host"
             ) from error
-        router = sockets.router(self._context, self._heard, family is socket.AF_INET6)
+        context = sockets.Context()
+        router = sockets.router(context, self._heard, family is socket.AF_INET6)
         try:
             bound = router.bind(self._name, Address(host, self._at.port), self._rank)
         except BaseException:
             router.close()
-            self._context.term()
+            context.term()
             raise
         self._at = Address(self._at.host, bound.port)
-        self._router, self._loop = router, loop
+        self._context, self._router, self._loop = context, router, loop
         self._tick()
 
     async def close(self) -> None:
         """Tell everybody, and let go of sockets and threads. May be called twice."""
-        if self._loop is None or self._router is None:
+        if self._loop is None or self._router is None or self._context is None:
             return
         loop, self._loop = self._loop, None
+        context, self._context = self._context, None
         if self._ticking is not None:
             self._ticking.cancel()
         for _, peer in self._directory:
@@ -139,7 +141,7 @@ class ControlPlane:
         self._dealers.clear()
         self._router.close(sockets.GOODBYE_MILLISECONDS)
         # Returns when the last words have left, or their time is over.
-        await asyncio.shield(loop.run_in_executor(None, self._context.term))
+        await asyncio.shield(loop.run_in_executor(None, context.term))
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -199,6 +201,7 @@ class ControlPlane:
         self._connect(peer, places.result()[0][1])
 
     def _connect(self, peer: Peer, host: str) -> None:
+        assert self._context is not None
         heard = partial(self._heard_of, peer)
         dealer = sockets.dealer(self._context, heard, ":" in host)
         self._dealers[peer] = dealer

@@ -75,7 +75,7 @@ class Directory(Generic[Of]):
         trouble = self._troubles.get(at)
         if trouble is None or now >= trouble.until:
             return None
-        return f"{trouble.reason}; tried again in {trouble.until - now:.0f} seconds"
+        return f"{trouble.reason}; tried again in {trouble.until - now:.1f} seconds"
 
     def room(self) -> tuple[Address, Of] | bool:
         """Whether one more may be dialled: True, False, or the session that is to be ended for it,

@@ -224,7 +224,7 @@ def decode(frame: bytes) -> Message | Malformed:
         if limit is None:
             return Malformed(f"a message of type {kind!r}, which is not known")
         if len(frame) > limit:
-            return Malformed(f"a {kind} of {len(frame)} bytes, more than {limit}")
+            return Malformed(f"{len(frame)} bytes of {kind}, more than {limit}")
         message = _decoder.decode(frame)
     except OutOfBounds as error:
         return Malformed(f"no message: {error}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tiering.errors import ConfigError, PeerError
 from tiering.peers.addresses import Address
@@ -34,6 +33,8 @@ _RECONNECT_MILLISECONDS = 100
 _RECONNECT_MILLISECONDS_MAX = 1000
 _HANDSHAKE_MILLISECONDS = 5000
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
 Listener = Callable[[list[bytes]], None]
 """Takes a message as frames; behind a ROUTER the first one says from where it came."""
 
@@ -41,9 +42,7 @@ Listener = Callable[[list[bytes]], None]
 class Pipe:
     """One socket between `__init__` and `close`, on the running loop."""
 
-    def __init__(
-        self, context: zmq.Context[Any], kind: int, listener: Listener, ipv6: bool
-    ) -> None:
+    def __init__(self, context: Context, kind: int, listener: Listener, ipv6: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._socket: zmq.Socket[bytes] = context.socket(kind)
@@ -121,15 +120,11 @@ class Pipe:
             self._look_again()
 
 
-def new_context() -> zmq.Context[Any]:
-    return zmq.Context()
-
-
-def router(context: zmq.Context[Any], listener: Listener, ipv6: bool) -> Pipe:
+def router(context: Context, listener: Listener, ipv6: bool) -> Pipe:
     return Pipe(context, zmq.ROUTER, listener, ipv6)
 
 
-def dealer(context: zmq.Context[Any], listener: Listener, ipv6: bool) -> Pipe:
+def dealer(context: Context, listener: Listener, ipv6: bool) -> Pipe:
     return Pipe(context, zmq.DEALER, listener, ipv6)
 
 
