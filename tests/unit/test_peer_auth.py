@@ -9,7 +9,7 @@ import pytest
 
 from peer_frames import KEY, OTHER_KEY
 from tiering.errors import ConfigError
-from tiering.peers.addresses import Address, address, advertised, is_loopback
+from tiering.peers.addresses import Address, address, advertised
 from tiering.peers.auth import (
     SEAL_BYTES,
     Seals,
@@ -20,6 +20,7 @@ from tiering.peers.auth import (
     require_bindable,
     seals_of,
 )
+from tiering.peers.names import is_loopback
 
 SECRET = bytes(range(100, 140))
 

@@ -2,14 +2,13 @@
 
 An address says where an engine is, never who it is: that is its engine id. Hosts are names, IPv4,
 or IPv6 without brackets. Whatever cannot be used is a ConfigError with the key and the way out.
-Pure but for `resolved` and `is_loopback`, which ask the system for names, and block.
+Pure; `names` asks the system what a name stands for.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from dataclasses import dataclass
 
 from tiering.errors import ConfigError
@@ -81,28 +80,6 @@ def advertised(key: str, bound: Address, host: str | None) -> Address:
             "write the address by which peers reach this host",
         )
     return told
-
-
-def resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of `host`, IPv4 first, since a host may have IPv6 and be without a route for
-    it. OSError where it has none. Blocks."""
-    found = {
-        (family, str(place[0]))
-        for family, _, _, _, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        if family in (socket.AF_INET, socket.AF_INET6)
-    }
-    if not found:
-        raise OSError(f"{host} has no IPv4 or IPv6 address")
-    return sorted(found, key=lambda each: (each[0] != socket.AF_INET, each[1]))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach `host`: every address that it has is loopback. Blocks."""
-    try:
-        places = [place for _, place in resolved(host)]
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(place.partition("%")[0]).is_loopback for place in places)
 
 
 def _is_literal(host: str) -> bool:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from tiering.errors import ConfigError
-from tiering.peers.addresses import is_loopback
 from tiering.peers.messages import Auth
+from tiering.peers.names import is_loopback
 
 KEY_BYTES_MIN = 32
 KEY_BYTES_MAX = 4096

@@ -23,12 +23,13 @@ from typing import Self
 from tiering.clock import Clock, MonotonicClock
 from tiering.errors import ClosedError, ConfigError, PeerError
 from tiering.peers import sockets
-from tiering.peers.addresses import Address, resolved
+from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
 from tiering.peers.auth import SharedKey
 from tiering.peers.calls import Guest, Peer, Source
 from tiering.peers.directory import Directory
 from tiering.peers.messages import ID_BYTES, Disconnect, encode
+from tiering.peers.names import resolved
 from tiering.peers.session import Frames, Patience, Session
 from tiering.peers.sockets import Pipe
 

@@ -41,6 +41,7 @@ class Producer:
             [*command, maker, str(rows), str(row_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env={**_environment(), "PYTHONPATH": path},
         )
         try:
@@ -73,10 +74,12 @@ class Producer:
 
     def _hear(self) -> Offer:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS_MAX)
-        line = self.process.stdout.readline() if ready else b""
-        if not line:
-            raise RuntimeError("the process that serves rows has not started")
+        line = b""
+        while not line.startswith(b"{"):  # a library may have something to say before
+            ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS_MAX)
+            line = self.process.stdout.readline() if ready else b""
+            if not line:
+                raise RuntimeError("the process that serves rows has not started")
         told = orjson.loads(line)
         return Offer(told["transport"], told["address"], base64.b64decode(told["details"]))
 

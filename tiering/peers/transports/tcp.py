@@ -20,8 +20,9 @@ from typing import Any
 import xxhash
 
 from tiering.errors import ClosedError, ConfigError, PeerError
-from tiering.peers.addresses import Address, resolved
+from tiering.peers.addresses import Address
 from tiering.peers.messages import Offer, Reference
+from tiering.peers.names import resolved
 from tiering.peers.transports.base import (
     ROWS_MAX,
     Failed,
