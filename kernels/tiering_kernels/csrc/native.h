@@ -4,6 +4,7 @@
  * ring.c     io_uring by its system calls, one ring for each thread
  * native.c   what Python calls: a batch, by a ring or by blocking calls
  * keytable.c, slots.c: what the core of the engine is made of; they share nothing with the others
+ * rowstream.c rows through a socket
  * copies.c   rows out of memory that another process writes to; the same
  */
 #ifndef KVT_NATIVE_H

@@ -1,23 +1,22 @@
 """Rows over TCP: straight from the region into the socket, and from the socket into the buffers.
 
-A request is a number of rows and a slot and generation for each. The answer has for each a lead,
-which says whether bytes follow, then the row, then a tail: whether the slot still had its
-generation when the last byte had left, and XXH3-64 of what was sent. The receiver compares that
-with what has come. Neither side keeps any row: what a slow receiver has not taken stays in the
-region.
+A request is a number of rows and a slot and generation for each; what is answered is that of
+`tiering_kernels.rowstream`. Requests are received by the loop; rows are moved in threads, one call
+for a request, since what moves gigabytes must not hold up the loop, nor wait for the interpreter
+lock. Neither side keeps any row: what a slow receiver has not taken stays in the region.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
-
-import xxhash
+from typing import Any, TypeVar
 
 from tiering.errors import ClosedError, ConfigError, PeerError
 from tiering.peers.addresses import Address
@@ -34,22 +33,24 @@ from tiering.peers.transports.base import (
     check_read,
 )
 from tiering.peers.transports.doors import Door, Terms, enter
-from tiering.peers.transports.wire import Broken, Line, Then, Wire
+from tiering.peers.transports.wire import Broken, Line, Wire
+from tiering_kernels.rowstream import StreamEnded, row_stream
 
 log = logging.getLogger("tiering")
 
 QUIET_SECONDS_MAX = 4.0
 CONNECTIONS_MAX = 4
-"""Of one link. A read takes another one for every SPAN_BYTES."""
-SPAN_BYTES = 16 << 20
+"""Of one link. A read takes another one for every SPAN_BYTES: on one host more only compete."""
+SPAN_BYTES = 64 << 20
+THREADS_MAX = 16
+"""That send rows, and as many that receive some. A peer that takes none holds one until it is given
+up."""
 _BACKLOG = 128
 
 _COUNT = struct.Struct("<Q")
 _WANTED = struct.Struct("<IQ")
-_LEAD = struct.Struct("<Q")
-_TAIL = struct.Struct("<QQ")
-_STALE, _ROW = 0, 1
-_LEAD_STALE, _LEAD_ROW = memoryview(_LEAD.pack(_STALE)), memoryview(_LEAD.pack(_ROW))
+_MOVED = {True: Moved.HIT, False: Moved.STALE}
+Of = TypeVar("Of")
 
 
 class TcpTransport(Transport):
@@ -74,6 +75,7 @@ class TcpTransport(Transport):
         self._quiet_seconds_max = quiet_seconds_max
         self._connections_max = connections_max
         self._door: Door | None = None
+        self._threads: tuple[_Threads, ...] = ()  # to serve, and to read
         self._links: set[TcpLink] = set()
 
     @property
@@ -95,6 +97,7 @@ class TcpTransport(Transport):
             listening.close()
             raise self._refused(error) from error
         self._at = Address(self._at.host, listening.getsockname()[1])
+        self._threads = _Threads("serve"), _Threads("read")
         terms = Terms(*self._served.rows.shape)
         self._door = Door(listening, terms, self._quiet_seconds_max, self._welcome)
 
@@ -118,6 +121,7 @@ class TcpTransport(Transport):
             partial(self._enter, at, session, token),
             self._served.row_bytes,
             self._connections_max,
+            self._threads[1],
             self._links.discard,
         )
         await link.begin()
@@ -130,6 +134,9 @@ class TcpTransport(Transport):
             door.close()
         for link in list(self._links):
             await link.close()
+        threads, self._threads = self._threads, ()
+        for each in threads:
+            await each.close()
 
     def __repr__(self) -> str:
         links = f"{len(self._door or ())} links served, {len(self._links)} of its own"
@@ -167,8 +174,8 @@ class TcpTransport(Transport):
         return line
 
     def _welcome(self, wire: Wire) -> Callable[[str], None]:
-        _tune(wire.socket)
-        _Serving(self._served, wire).expect()
+        _tune(wire.connection)
+        _Serving(self._served, wire, self._threads[0]).expect()
         return lambda why: log.debug("peers: a link over tcp has ended: %s", why)
 
     def _opened(self) -> Door:
@@ -182,16 +189,12 @@ class TcpTransport(Transport):
 
 
 class _Serving:
-    """The serving end of one connection: one request at a time, row by row."""
+    """The serving end of one connection: one request at a time."""
 
-    def __init__(self, served: Served, wire: Wire) -> None:
-        self._rows = served.rows
-        self._generations = memoryview(served.generations.data)
+    def __init__(self, served: Served, wire: Wire, threads: _Threads) -> None:
+        self._served = served
         self._wire = wire
-        self._wanted: list[tuple[int, int]] = []
-        self._at = 0
-        self._sending: tuple[int, int] | None = None
-        self._checksum = xxhash.xxh3_64()
+        self._threads = threads
 
     def expect(self) -> None:
         """Wait for the next request."""
@@ -207,31 +210,41 @@ class _Serving:
         self._wire.fill([memoryview(wanted)], lambda: self._begin(wanted))
 
     def _begin(self, wanted: bytearray) -> None:
-        self._wanted, self._at = list(_WANTED.iter_unpack(wanted)), 0
-        self._go_on()
+        slots, generations = zip(*_WANTED.iter_unpack(wanted), strict=True)
+        served, over = self._served, self._wire.lend()
+        work = self._threads.run(
+            row_stream().send, over, served.rows, served.generations, slots, generations
+        )
+        work.add_done_callback(self._sent)
 
-    def _go_on(self) -> None:
-        """Send the tail of the row that has left, and the next row behind it."""
-        parts: list[memoryview] = []
-        if self._sending is not None:
-            # Only now: what was sent is right if the slot has not been given away until here.
-            verdict = _ROW if self._has(*self._sending) else _STALE
-            parts.append(memoryview(_TAIL.pack(verdict, self._checksum.intdigest())))
-            self._sending = None
-        while self._at < len(self._wanted):
-            slot, generation = self._wanted[self._at]
-            self._at += 1
-            if not self._has(slot, generation):
-                parts.append(_LEAD_STALE)
-                continue
-            self._sending, self._checksum = (slot, generation), xxhash.xxh3_64()
-            parts += _LEAD_ROW, memoryview(self._rows[slot])
-            self._wire.send(parts, self._go_on, self._checksum.update)
+    def _sent(self, work: asyncio.Future[None]) -> None:
+        error = work.exception()
+        if not self._wire.take_back():
             return
-        self._wire.send(parts, self.expect)
+        if error is not None:
+            self._wire.fail(str(error))
+        else:
+            self.expect()
 
-    def _has(self, slot: int, generation: int) -> bool:
-        return slot < len(self._generations) and self._generations[slot] == generation
+
+class _Threads:
+    """Threads that rows are moved in, one for each request under way."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix=f"peers tcp {name}")
+        self._work: set[asyncio.Future[Any]] = set()
+
+    def run(self, call: Callable[..., Of], *arguments: object) -> asyncio.Future[Of]:
+        work = asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        return work
+
+    async def close(self) -> None:
+        """REQUIRES: whatever they wait for has been ended."""
+        while self._work:
+            await asyncio.wait(self._work)
+        self._pool.shutdown()
 
 
 class TcpLink(Link):
@@ -243,6 +256,7 @@ class TcpLink(Link):
         enter_one: Callable[[], Coroutine[Any, Any, Line]],
         row_bytes: int,
         connections_max: int,
+        threads: _Threads,
         closed: Callable[[TcpLink], None],
     ) -> None:
         """For TcpTransport."""
@@ -251,8 +265,10 @@ class TcpLink(Link):
         self._row_bytes = row_bytes
         self._connections_max = connections_max
         self._turns = asyncio.Semaphore(connections_max)
+        self._threads = threads
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
+        self._idled = asyncio.Event()
         self._closed = closed
         self._why: str | None = None
         self._is_closed = False
@@ -282,6 +298,9 @@ class TcpLink(Link):
     async def close(self) -> None:
         self._is_closed = True
         self._fail("the link was closed")
+        while self._busy:
+            self._idled.clear()
+            await self._idled.wait()
         self._closed(self)
 
     def __repr__(self) -> str:
@@ -308,15 +327,47 @@ class TcpLink(Link):
                 try:
                     for at in range(0, len(references), ROWS_MAX):
                         span = slice(at, at + ROWS_MAX)
-                        await _Reading(line, references[span], into[span], outcomes).run()
+                        came = await self._exchange(line, references[span], into[span])
+                        outcomes += [_MOVED[is_right] for is_right in came]
                     self._idle.append(line)
+                except BaseException as error:
+                    line.close(str(error))
+                    raise
                 finally:
                     self._busy.discard(line)
-            except Broken as error:
-                self._fail(str(error))
-                failed = Failed(PeerError(str(self._at), f"tcp: {error}"))
-                outcomes += [failed] * (len(references) - len(outcomes))
+                    self._idled.set()
+            except StreamEnded as error:
+                outcomes += [_MOVED[is_right] for is_right in error.came]
+                outcomes += self._failed(error, len(references) - len(outcomes))
+            except (Broken, OSError) as error:
+                outcomes += self._failed(error, len(references) - len(outcomes))
         return outcomes
+
+    async def _exchange(
+        self, line: Line, references: Sequence[Reference], into: Sequence[memoryview]
+    ) -> list[bool]:
+        """Ask for rows and fill `into`, in a thread. StreamEnded or OSError; cancelled, it closes
+        the line and comes back when the thread has."""
+        if not references:
+            return []
+        wanted = [_WANTED.pack(each.slot, each.generation) for each in references]
+        request = _COUNT.pack(len(wanted)) + b"".join(wanted)
+        work = self._threads.run(_ask, line.wire.lend(), request, into)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            line.close()
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            work.exception()
+            raise
+        finally:
+            line.wire.take_back()
+
+    def _failed(self, error: Exception, count: int) -> list[Outcome]:
+        self._fail(str(error))
+        return [Failed(PeerError(str(self._at), f"tcp: {self._why}"))] * count
 
     def _fail(self, why: str) -> None:
         """Nothing comes from there any more: whoever reads is told now, all at once."""
@@ -327,78 +378,9 @@ class TcpLink(Link):
         self._idle.clear()
 
 
-class _Reading:
-    """One request on one line, whose outcomes are appended as rows come."""
-
-    def __init__(
-        self,
-        line: Line,
-        references: Sequence[Reference],
-        into: Sequence[memoryview],
-        outcomes: list[Outcome],
-    ) -> None:
-        self._line = line
-        self._references = references
-        self._into = into
-        self._outcomes = outcomes
-        self._at = 0
-        self._lead, self._tail = (
-            memoryview(bytearray(_LEAD.size)),
-            memoryview(bytearray(_TAIL.size)),
-        )
-        self._checksum = xxhash.xxh3_64()
-        self._done: Then = lambda: None
-
-    async def run(self) -> None:
-        """Raises Broken."""
-        count = len(self._references)
-        if not count:
-            return
-        request = bytearray(_COUNT.pack(count))
-        for reference in self._references:
-            request += _WANTED.pack(reference.slot, reference.generation)
-        await self._line.send(memoryview(request))
-        await self._line.until(self._begin)
-
-    def _begin(self, done: Then) -> None:
-        self._done = done
-        self._line.wire.fill([self._lead], self._led)
-
-    def _led(self) -> None:
-        """The lead of the next row has come."""
-        (verdict,) = _LEAD.unpack(self._lead)
-        if verdict == _STALE:
-            self._came(Moved.STALE)
-            if self._at < len(self._into):
-                self._line.wire.fill([self._lead], self._led)
-            return
-        if verdict != _ROW:
-            self._line.close(f"an answer that means nothing: {verdict}")
-            return
-        self._checksum = xxhash.xxh3_64()
-        views = [self._into[self._at].cast("B"), self._tail]
-        if self._at + 1 < len(self._into):
-            views.append(self._lead)  # of the row behind it, in the same call
-        self._line.wire.fill(views, self._rowed, self._checksum.update)
-
-    def _rowed(self) -> None:
-        """A row, its tail and the next lead have come."""
-        verdict, checksum = _TAIL.unpack(self._tail)
-        if verdict == _STALE:
-            self._came(Moved.STALE)
-        elif verdict == _ROW and checksum == self._checksum.intdigest():
-            self._came(Moved.HIT)
-        else:
-            self._line.close("a row came damaged: its checksum is not that of what was sent")
-            return
-        if self._at < len(self._into):
-            self._led()
-
-    def _came(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._at += 1
-        if self._at == len(self._into):
-            self._done()
+def _ask(over: socket.socket, request: bytes, into: Sequence[memoryview]) -> list[bool]:
+    over.sendall(request)
+    return row_stream().receive(over, into)
 
 
 def _tune(of: socket.socket) -> None:

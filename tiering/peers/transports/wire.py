@@ -1,7 +1,8 @@
 """A connected socket of a data plane: fills given buffers, in order, and sends given ones.
 
-No task and no buffer of its own: the loop calls when the socket is ready, bytes go straight between
-it and the caller's memory, and what has to happen next is a function. A wire on which nothing moves
+For what is said before rows move, and between: it can be lent to a thread that moves some. No task
+and no buffer of its own: the loop calls when the socket is ready, bytes go straight between it and
+the caller's memory, and what has to happen next is a function. A wire on which nothing moves
 for `quiet_seconds_max`, while something is to be moved, has failed, whatever TCP thinks of it. Once
 a wire is closed it touches no buffer any more.
 """
@@ -10,14 +11,13 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import socket
-from collections import deque
+import struct
 from collections.abc import Callable, Sequence
 
-TURN_BYTES = 2 << 20
+TURN_BYTES = 1 << 20
 """What is moved before the loop looks at anything else."""
-PIECES_MAX = 64
-
 Then = Callable[[], None]
 Ended = Callable[[str], None]
 
@@ -32,41 +32,45 @@ class Wire:
         self._socket = of
         self._quiet_seconds_max = quiet_seconds_max
         self._ended = ended
-        self._into: deque[memoryview] = deque()
+        self._into: list[memoryview] = []
+        self._into_bytes = 0
         self._filled: Then | None = None
-        self._came: Callable[[memoryview], None] | None = None
-        self._from: deque[memoryview] = deque()
+        self._from: list[memoryview] = []
+        self._from_bytes = 0
         self._sent: Then | None = None
-        self._left: Callable[[memoryview], None] | None = None
         self._granted = array.array("i")
         self._moved_at = 0.0
         self._is_awaited = False
+        self._is_lent = self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self._reads = self._writes = False
         self.descriptors: list[int] = []
         self.descriptors_max = 0
         of.setblocking(False)
+        deadline = struct.pack("ll", int(quiet_seconds_max), int(quiet_seconds_max % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            of.setsockopt(socket.SOL_SOCKET, option, deadline)  # for whom it is lent to
 
     @property
     def is_closed(self) -> bool:
-        return self._socket.fileno() < 0
+        return self._is_over
 
     @property
-    def socket(self) -> socket.socket:
+    def connection(self) -> socket.socket:
         return self._socket
 
     def fill(
         self,
         views: Sequence[memoryview],
         then: Then,
-        came: Callable[[memoryview], None] | None = None,
         *,
         is_awaited: bool = True,
     ) -> None:
-        """Fill `views` and then call `then`. `came` sees each piece of the first one as it comes.
-        Not `is_awaited`: the other side may be silent as long as it likes before the first byte."""
-        self._into.extend(views)
-        self._filled, self._came = then, came
+        """Fill `views`, a few, and then call `then`. Not `is_awaited`: the other side may be silent
+        as long as it likes before the first byte."""
+        self._into = list(views)
+        self._into_bytes = sum(map(len, views))
+        self._filled = then
         self._is_awaited = is_awaited
         if is_awaited:
             self._expect()
@@ -78,33 +82,64 @@ class Wire:
         self,
         views: Sequence[memoryview],
         then: Then,
-        left: Callable[[memoryview], None] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """Send `views`, and `descriptors` with the first byte, and then call `then`. `left` sees
-        each piece of the last one as the kernel has taken it."""
-        self._from.extend(views)
-        self._sent, self._left = then, left
-        self._granted = array.array("i", descriptors)
+        """Send `views`, and `descriptors` with the first byte, and then call `then`."""
+        self._from = list(views)
+        self._from_bytes = sum(map(len, views))
+        self._sent = then
+        if descriptors:
+            self._granted = array.array("i", descriptors)
         self._expect()
         if not self._writes:
             self._writes = True
             self._loop.add_writer(self._socket, self._on_writable)
 
+    def lend(self) -> socket.socket:
+        """The socket, for a thread that blocks on it, until `take_back`. REQUIRES: nothing to fill,
+        nothing to send. Closed meanwhile, a wire ends what the thread does, and is closed once it
+        is taken back: nobody else can get the descriptor before."""
+        assert not self._into
+        assert not self._from
+        for wanted, remove in (
+            (self._reads, self._loop.remove_reader),
+            (self._writes, self._loop.remove_writer),
+        ):
+            if wanted:
+                remove(self._socket)
+        self._reads = self._writes = False
+        self._is_lent = True
+        self._socket.setblocking(True)
+        return self._socket
+
+    def take_back(self) -> bool:
+        """Whether the wire can still be used."""
+        self._is_lent = False
+        if self._is_over:
+            self._socket.close()
+            return False
+        self._socket.setblocking(False)
+        return True
+
     def close(self) -> None:
         """May be called twice, and from within what a wire calls."""
         if self.is_closed:
             return
+        self._is_over = True
         if self._reads:
             self._loop.remove_reader(self._socket)
         if self._writes:
             self._loop.remove_writer(self._socket)
         if self._timer is not None:
             self._timer.cancel()
-        self._socket.close()
+        if self._is_lent:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self._socket.close()
         self._into.clear()
         self._from.clear()
-        self._filled = self._came = self._sent = self._left = None
+        self._filled = self._sent = None
 
     def fail(self, why: str) -> None:
         if not self.is_closed:
@@ -116,10 +151,11 @@ class Wire:
     def _on_readable(self) -> None:
         moved = 0
         while self._into and moved < TURN_BYTES:
+            wanted = self._into_bytes
             try:
-                got, wanted = self._receive()
+                got = self._receive()
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError as error:
                 self.fail(f"the connection broke: {error.strerror or error}")
                 return
@@ -127,31 +163,29 @@ class Wire:
                 self.fail("the other side has closed the connection")
                 return
             moved += got
-            self._moved_at = self._loop.time()
             if not self._is_awaited:
                 self._is_awaited = True
                 self._expect()
             self._take(got)
             if got < wanted:
-                break
+                break  # that was all there is
+        if moved:
+            self._moved_at = self._loop.time()
         if not self._into and self._reads and not self.is_closed:
             self._reads = False
             self._loop.remove_reader(self._socket)
 
-    def _receive(self) -> tuple[int, int]:
-        """Bytes that came, and as many as could have."""
+    def _receive(self) -> int:
         if self.descriptors_max:
-            views = list(self._into)[:PIECES_MAX]
             space = socket.CMSG_SPACE(self.descriptors_max * array.array("i").itemsize)
-            got, ancillary, flags, _ = self._socket.recvmsg_into(views, space)
+            got, ancillary, flags, _ = self._socket.recvmsg_into(self._into, space)
             self._grant(ancillary)
             if flags & socket.MSG_CTRUNC:
                 raise OSError("more descriptors than were expected")
-            return got, sum(map(len, views))
+            return got
         if len(self._into) == 1:
-            return self._socket.recv_into(self._into[0]), len(self._into[0])
-        views = list(self._into)[:PIECES_MAX]
-        return self._socket.recvmsg_into(views)[0], sum(map(len, views))
+            return self._socket.recv_into(self._into[0])
+        return self._socket.recvmsg_into(self._into)[0]
 
     def _grant(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:
@@ -161,18 +195,8 @@ class Wire:
                 self.descriptors += numbers
 
     def _take(self, got: int) -> None:
-        came = self._came
-        while got:
-            view = self._into[0]
-            piece = view[:got]
-            if came is not None:
-                came(piece)
-            got -= len(piece)
-            if len(piece) < len(view):
-                self._into[0] = view[len(piece) :]
-                return
-            self._into.popleft()
-            came = self._came = None
+        self._into_bytes -= got
+        self._into = _behind(self._into, got)
         if not self._into and (then := self._filled) is not None:
             self._filled = None
             then()
@@ -180,21 +204,21 @@ class Wire:
     def _on_writable(self) -> None:
         moved = 0
         while self._from and moved < TURN_BYTES:
-            views = list(self._from)[:PIECES_MAX]
+            wanted = self._from_bytes
             try:
-                sent = self._socket.sendmsg(views, self._ancillary())
+                sent = self._socket.sendmsg(self._from, self._ancillary())
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError as error:
                 self.fail(f"the connection broke: {error.strerror or error}")
                 return
             self._granted = array.array("i")
             moved += sent
-            self._moved_at = self._loop.time()
-            is_all = sent == sum(map(len, views))
             self._give(sent)
-            if not is_all:
-                break
+            if sent < wanted:
+                break  # the socket is full
+        if moved:
+            self._moved_at = self._loop.time()
         if not self._from and self._writes and not self.is_closed:
             self._writes = False
             self._loop.remove_writer(self._socket)
@@ -205,18 +229,10 @@ class Wire:
         return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._granted)]
 
     def _give(self, sent: int) -> None:
-        while sent:
-            view = self._from[0]
-            piece = view[:sent]
-            if self._left is not None and len(self._from) == 1:
-                self._left(piece)
-            sent -= len(piece)
-            if len(piece) < len(view):
-                self._from[0] = view[len(piece) :]
-                return
-            self._from.popleft()
+        self._from_bytes -= sent
+        self._from = _behind(self._from, sent)
         if not self._from and (then := self._sent) is not None:
-            self._sent = self._left = None
+            self._sent = None
             then()
 
     # Deadlines
@@ -235,6 +251,15 @@ class Wire:
             self._timer = self._loop.call_later(left, self._look_at_the_clock)
             return
         self.fail(f"nothing moved for {self._quiet_seconds_max:g} seconds")
+
+
+def _behind(views: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of `views` behind their first `moved` bytes."""
+    for number, view in enumerate(views):
+        if moved < len(view):
+            return [view[moved:], *views[number + 1 :]]
+        moved -= len(view)
+    return []
 
 
 class Broken(Exception):
