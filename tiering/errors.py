@@ -72,3 +72,12 @@ class TierError(TieringError):
 
 class DamagedChunk(TierError):
     """Stored bytes are not what was written: a flipped bit, a short file, a swapped name."""
+
+
+class PeerError(TieringError):
+    """Another engine cannot be had, or not for this: carries its address and the reason."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"peer {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason

@@ -163,6 +163,11 @@ class NativeIo:
         return results.tolist()
 
 
+def with_checksums() -> ctypes.CDLL:
+    """The library, for whoever needs checksums of it; EngineUnavailable where it cannot be had."""
+    return _loaded(LIBRARY)
+
+
 def _joined(paths: Sequence[str]) -> bytes:
     joined = "\0".join(paths).encode(sys.getfilesystemencoding(), "surrogateescape")
     if joined.count(b"\0") != max(0, len(paths) - 1):

@@ -35,6 +35,9 @@ MAY_AWAIT = (
     "tiering/broadcast.py",
     "tiering/events/publisher.py",
     "tiering/events/subscriber.py",
+    "tiering/peers/calls.py",
+    "tiering/peers/control.py",
+    "tiering/peers/transports/",
     "tiering/cli/events.py",
     "tiering/testing/",
     "benchmarks/",
@@ -94,7 +97,15 @@ BANS = (
     Ban("time.time", "a Clock, handed in", {"tiering/clock.py": "it is the clock"}),
     Ban("time.perf_counter", "a Clock, handed in", _MEASURES),
     Ban("datetime.datetime.now", "a Clock, handed in"),
-    Ban("os.environ", "a setting", {"benchmarks/": "a server inherits the environment"}),
+    Ban(
+        "os.environ",
+        "a setting",
+        {
+            "benchmarks/": "a server inherits the environment",
+            "tiering/peers/transports/nixl.py": "UCX is told by it what it must not load",
+            "tiering/testing/producer.py": "a process inherits some of it",
+        },
+    ),
     Ban("os.getenv", "a setting"),
     Ban("print", "logging or a return value", _TALKS),
     Ban(

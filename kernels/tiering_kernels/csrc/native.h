@@ -5,6 +5,8 @@
  * native.c   what Python calls: a batch, by a ring or by blocking calls
  * device.c   what a device's driver calls, and loops over its calls
  * keytable.c, slots.c: what the core of the engine is made of; they share nothing with the others
+ * rowstream.c rows through a socket
+ * copies.c   rows out of memory that another process writes to; the same
  */
 #ifndef KVT_NATIVE_H
 #define KVT_NATIVE_H

@@ -1,0 +1,142 @@
+"""An engine as far as the control plane can tell, for tests of it: in this process, or in one of
+its own that can be stopped and killed (`python peer_engine.py PORT [DIALS]` prints its port)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from peer_frames import KEY, introduction, keys
+from tiering.peers.addresses import Address
+from tiering.peers.calls import Guest
+from tiering.peers.control import ControlPlane
+from tiering.peers.messages import Fetch, Lookup, Reference, keys_of
+from tiering.peers.rounds import Round
+from tiering.peers.session import Patience
+
+QUICK = Patience(
+    handshake_seconds_max=1.5,
+    heartbeat_seconds=0.2,
+    silence_seconds_max=1.0,
+    answer_seconds_max=2.0,
+)
+HANG_SECONDS = 30.0
+LOOPBACK = Address("127.0.0.1", 0)
+
+
+class Shelf:
+    """A Source with a chunk under every key whose last byte is even, in the slot of that byte.
+    While `is_held`, fetches wait for `answer`."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.guests: list[Guest] = []
+        self.pinned: dict[tuple[bytes, Round], list[Reference | None]] = {}
+        self.waiting: list[tuple[Guest, Round, Fetch]] = []
+        self.told: list[tuple[Any, ...]] = []
+
+    def opened(self, guest: Guest) -> None:
+        self.guests.append(guest)
+        self.told.append(("opened",))
+
+    def wanted(self, guest: Guest, of: Round, question: Lookup | Fetch) -> None:
+        if isinstance(question, Lookup):
+            guest.hits(of, bytes(key[-1] % 2 == 0 for key in keys_of(question)))
+        elif self.is_held:
+            self.waiting.append((guest, of, question))
+        else:
+            self.answer(guest, of, question)
+
+    def answer(self, guest: Guest, of: Round, question: Fetch) -> bool:
+        found = [
+            None if key[-1] % 2 else Reference(key[-1], 1 + key[-1]) for key in keys_of(question)
+        ]
+        self.pinned[guest.session_id, of] = found
+        is_told = guest.places(of, found)
+        if not is_told:
+            del self.pinned[guest.session_id, of]
+        return is_told
+
+    def released(self, guest: Guest, of: Round, success: bool | None) -> None:
+        self.pinned.pop((guest.session_id, of), None)
+        self.told.append(("released", of, success))
+
+    def request_over(self, guest: Guest, kv_request_id: str) -> None:
+        self.told.append(("request over", kv_request_id))
+
+    def over(self, guest: Guest, reason: str) -> None:
+        self.guests.remove(guest)
+        self.told.append(("over", reason))
+
+
+@asynccontextmanager
+async def engine(number: int = 1, **options: Any) -> AsyncIterator[tuple[ControlPlane, Shelf]]:
+    """An open control plane and what it serves. `options` are those of ControlPlane, and of
+    `introduction` under `me`."""
+    shelf = Shelf()
+    me = introduction(number, **options.pop("me", {}))
+    options = {"at": LOOPBACK, "key": KEY, "patience": QUICK, **options}
+    control = ControlPlane(me, shelf, **options)
+    async with asyncio.timeout(HANG_SECONDS), control:
+        yield control, shelf
+
+
+class Engine:
+    """One in a process of its own, within `with`."""
+
+    def __init__(self, port: int = 0, dials: int | None = None) -> None:
+        """Binds `port`. With `dials` it fetches two chunks from there, and then keeps them."""
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(port), *([] if dials is None else [str(dials)])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 60.0)
+        line = self.process.stdout.readline() if ready else b""
+        assert line, "the engine has not started"
+        self.at = Address("127.0.0.1", int(line))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+async def _main(port: int, dials: int | None) -> None:
+    number = os.getpid() % 250 + 3
+    at = Address("127.0.0.1", port)
+    async with ControlPlane(introduction(number), Shelf(), at, KEY, patience=QUICK) as control:
+        if dials is not None:
+            peer = await control.peer(Address("127.0.0.1", dials))
+            await peer.fetch("r", keys(2))
+        print(control.address.port, flush=True)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(0, ended.set)
+        await ended.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None))

@@ -1,0 +1,1 @@
+"""How rows move from another engine's host tier into this one's: see `base`."""
