@@ -194,12 +194,21 @@ async def _received(response: aiohttp.ClientResponse, into: Sequence[memoryview]
         return Answer(response.status, headers)
     parts: list[bytes] = []
     left = _BODY_BYTES_MAX
-    async for part, _ in response.content.iter_chunks():
+    async for part in _parts(response.content):
         parts.append(part)
         left -= len(part)
         if left < 0:
             raise StoreError(f"an answer is longer than {_BODY_BYTES_MAX} bytes")
     return Answer(response.status, headers, b"".join(parts))
+
+
+async def _parts(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """As they were received, not joined. aiohttp's own `iter_chunks` never ends with the second
+    body that is empty."""
+    while not content.at_eof():
+        part, _ = await content.readchunk()
+        if part:
+            yield part
 
 
 async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) -> None:
@@ -210,7 +219,7 @@ async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) ->
     views = iter([view.cast("B") for view in into])
     view, at, got = memoryview(b""), 0, 0
     try:
-        async for part, _ in response.content.iter_chunks():
+        async for part in _parts(response.content):
             got += len(part)
             if got > want:
                 break
