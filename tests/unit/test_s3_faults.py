@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from email.utils import formatdate
 from pathlib import Path
@@ -88,13 +89,15 @@ async def get(store: S3Store, name: str = "there", length: int = len(BODY)) -> b
 async def test_an_answer_is_one_kind_of_error(
     server: ScriptedS3, store: S3Store, fault: Fault, kind: type[StoreError], seconds: float | None
 ) -> None:
-    for verb, operation in (
+    operations: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
         ("get", lambda: get(store)),
         ("put", lambda: store.put("new", [memoryview(BODY)])),
         ("list", lambda: store.page("")),
         ("delete", lambda: store.delete(["there"])),
         ("delete", lambda: store.delete(["there", "other"])),
-    ):
+    ]
+    # A store that knows no deletion of many is asked for one after the other.
+    for verb, operation in operations[: 4 if fault.status == 501 else 5]:
         # aiohttp itself tries a kept connection that was reset once more.
         server.next(*[fault] * (2 if fault.reset else 1), verb=verb)
         with pytest.raises(kind) as caught:
@@ -143,17 +146,24 @@ async def test_a_body_that_stalls_is_given_up(server: ScriptedS3, store: S3Store
 
 
 async def test_a_store_that_takes_no_bytes_is_given_up(store: S3Store) -> None:
-    async def sleep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(30)
+    """And its connection cut off: one that is left to send the rest is told of as unclosed."""
+    over = asyncio.Event()
 
-    deaf = await asyncio.start_server(sleep, "127.0.0.1", 0, limit=KIB)
+    async def take_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    deaf = await asyncio.start_server(take_nothing, "127.0.0.1", 0, limit=KIB)
     port = deaf.sockets[0].getsockname()[1]
     assert store._wire is not None
     store._wire._base = f"http://127.0.0.1:{port}/bucket/"
-    body = memoryview(bytearray(32 * MIB))
     with pytest.raises(NotNowError, match=r"moved no byte for 0\.5 s"):
-        await store._put("large", [body])
+        await store.put("large", [memoryview(bytearray(8 * MIB))])
+    await store.close()
+    gc.collect()
+    over.set()
     deaf.close()
+    await asyncio.sleep(0.05)
 
 
 async def test_a_cancelled_request_touches_no_buffer_any_more(
