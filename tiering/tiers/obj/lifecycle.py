@@ -150,7 +150,9 @@ class Bound:
         """A page has shown `chunks`, and when each was put."""
         keys = [key for key, _ in chunks]
         put = np.fromiter((int(modified * 1e6) for _, modified in chunks), np.int64, len(chunks))
-        used = np.maximum(put, self._recency.of(keys))
+        used = self._recency.of(keys)
+        # Our own puts are a moment younger than the use that they were, in no order.
+        used = np.where(used == ABSENT, put, used)
         self._oldest.add(list(zip(used.tolist(), keys, strict=True)))
 
     def walk_ends(self) -> None:
@@ -188,13 +190,15 @@ class Bound:
 
     async def _evict(self, lacking: int) -> int:
         """Delete at least one batch; how many went. Whoever asks meanwhile waits for the same."""
-        if self._evicting is None or self._evicting.done():
+        evicting = self._evicting
+        if evicting is None or evicting.done():
             # A twentieth more than is lacking now, so that not every write waits for a request.
             count = min(max(lacking, self._objects_max // 20), DELETED_AT_ONCE_MAX)
             # Not in a TaskGroup: several may wait for it, and a cancelled one must not end it.
-            self._evicting = asyncio.get_running_loop().create_task(self._delete_oldest(count))
-        await asyncio.wait({self._evicting})
-        return self._evicting.result()
+            evicting = asyncio.get_running_loop().create_task(self._delete_oldest(count))
+            self._evicting = evicting
+        await asyncio.wait({evicting})
+        return evicting.result()
 
     async def _delete_oldest(self, count: int) -> int:
         victims = self._victims(count)
@@ -233,6 +237,3 @@ class Bound:
                 if is_there is not False and now <= tick
             ]
         return victims
-
-
-assert ABSENT < 0, "what was never used is older than all that was"

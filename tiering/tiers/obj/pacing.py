@@ -38,8 +38,9 @@ class Lane(enum.IntEnum):
 
 
 class LateError(NotNowError):
-    """A request's deadline came first. `hangs`: it had been sent, and the store has answered none
-    since; otherwise it waited for its turn or for its next try, or others were quicker."""
+    """A request's deadline came first. `hangs`: it had been under way for half of its time at
+    least, and the store has answered none since; otherwise it waited for its turn or for its next
+    try, or others were quicker."""
 
     def __init__(self, message: str, *, hangs: bool) -> None:
         super().__init__(message)
@@ -171,8 +172,9 @@ class Pacer:
         times, while the budget and the time until `deadline`, by the clock, allow it; after that
         its error is raised. LateError at the deadline: then nothing of it is under way."""
         sent_at: float | None = None
+        began = self._clock.now()
         try:
-            async with asyncio.timeout(deadline - self._clock.now()):
+            async with asyncio.timeout(deadline - began):
                 for tries in range(self._tries_max):
                     sent_at = None
                     await self._turn(lane)
@@ -188,7 +190,11 @@ class Pacer:
                 raise AssertionError("the last try has raised or returned")
         except TimeoutError:
             self.counters.add("requests_late")
-            hangs = sent_at is not None and self._answered_at < sent_at
+            hangs = (
+                sent_at is not None
+                and self._answered_at <= sent_at
+                and self._clock.now() - sent_at >= (deadline - began) / 2
+            )
             why = "it does not answer" if hangs else "too slow, or asked for fewer requests"
             raise LateError(f"not done by its deadline: {why}", hangs=hangs) from None
 

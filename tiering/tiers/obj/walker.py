@@ -21,6 +21,7 @@ log = logging.getLogger("tiering")
 
 _REST = 4.0
 _REST_BETWEEN_WALKS = 19.0
+_AFTER_FAILURE_SECONDS = 30.0
 
 
 class Walker:
@@ -65,16 +66,17 @@ class Walker:
     async def run(self) -> None:
         """Walk now and then, until cancelled, from the end of what `begin` began; `bound` is kept
         to after each."""
-        if self._walking is not None:
-            await asyncio.wait({self._walking})
+        has_walked = self._walking is not None and await self._end_of(self._walking)
         while True:
             if self._bound is not None:
                 await self._bound.trim()
             pause = max(self._every_seconds, _REST_BETWEEN_WALKS * self._seconds)
+            if not has_walked:
+                pause = min(pause, _AFTER_FAILURE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause * self._chance.uniform(0.9, 1.1)):
                     await self._is_wanted.wait()
-            await self.walk()
+            has_walked = await self.walk()
 
     def want(self) -> None:
         """Have the next walk begin without waiting for its time."""
@@ -86,13 +88,16 @@ class Walker:
         walking = self._walking
         if walking is None or walking.done():
             walking = self._start(lambda: None)
-        await asyncio.wait({walking})
-        return walking.result()
+        return await self._end_of(walking)
 
     async def close(self) -> None:
         if self._walking is not None:
             self._walking.cancel()
             await asyncio.wait({self._walking})
+
+    async def _end_of(self, walking: asyncio.Task[bool]) -> bool:
+        await asyncio.wait({walking})
+        return walking.result()
 
     def _start(self, shown: Callable[[], object]) -> asyncio.Task[bool]:
         # Not in a TaskGroup: several may wait for it, and a cancelled one must not end it.
