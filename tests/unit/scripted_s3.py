@@ -1,4 +1,4 @@
-"""An S3 server on 127.0.0.1 that keeps objects in memory and fails as it is told, request by request.
+"""An S3 server on 127.0.0.1 that keeps objects in memory and fails as a test tells it to.
 
 `ScriptedS3` runs in a thread of its own, so that a test may block or have any loop. It speaks GET,
 PUT (with conditions), LIST of version 2, DELETE, DeleteObjects and multipart uploads, by path or by

@@ -19,11 +19,14 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    SecretStr,
     ValidationError,
     model_validator,
 )
 
+from tiering.config.anytier import TierSettings
 from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
+from tiering.config.obj import told_secret
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import (
     as_object,
@@ -33,7 +36,7 @@ from tiering.config.problems import (
     refused,
     without_secrets,
 )
-from tiering.config.tiers import TierConfig, TierSettings, UserTierConfig, owner_in_tier
+from tiering.config.tiers import TierConfig, UserTierConfig, owner_in_tier
 from tiering.errors import ConfigError
 from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
 from tiering.policy.registry import place_of, policy_names
@@ -391,7 +394,8 @@ def effective(model: BaseModel, prefix: str = "") -> list[Setting]:
                 settings += effective(entry, f"{path}[{at}].")
         else:
             was_set = name in model.model_fields_set
-            settings.append(Setting(path, value, "set" if was_set else "default"))
+            shown = told_secret(value) if isinstance(value, SecretStr) else value
+            settings.append(Setting(path, shown, "set" if was_set else "default"))
     if isinstance(model, UserTierConfig):
         own = model.own_keys.items()
         settings += [Setting(prefix + key, without_secrets(key, each), "set") for key, each in own]
