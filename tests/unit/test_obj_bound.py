@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
+import msgspec
 import pytest
 
 from memory_store import Bucket, MemoryStore
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import blank, key_number, payload_of, stored, views
 from tiering.tiers.base import Read, Write
-from tiering.tiers.obj.lifecycle import Oldest, Recency
+from tiering.tiers.obj.lifecycle import Oldest
+from tiering.tiers.obj.names import ObjNames
+from tiering.tiers.obj.pacing import Pacer
 from tiering.tiers.obj.parts import ObjLimits
+from tiering.tiers.obj.recency import Recency
 from tiering.tiers.obj.store import NotNowError
 from tiering.tiers.obj.tier import ObjTier
-from virtual import OBJECT_BYTES, make_store, opened, simulated
+from tiering.tiers.obj.uses import UseNotes
+from virtual import NAMESPACE, OBJECT_BYTES, TODAY, clock, make_store, opened, simulated, today
 
 KEYS = [key_number(i) for i in range(400)]
 
@@ -216,5 +222,103 @@ def test_without_a_bound_nothing_is_deleted_and_no_lease_taken(bounded: bool) ->
             assert has_lease is bounded
             assert ("now_lease_held" in tier.stats()) is bounded
         assert store.counts["delete"] == 0
+
+    simulated(main)
+
+
+# What others use
+
+
+def test_what_only_another_engine_uses_stays() -> None:
+    async def main() -> None:
+        bucket = Bucket()
+        bounds = ObjLimits(requests_max=8, max_bytes=40 * OBJECT_BYTES, walk_seconds=60.0)
+        async with opened(make_store(bucket), bounds) as one:
+            await held(one)
+            for at in range(0, 40, 4):
+                await stored(one, KEYS[at : at + 4])
+                await asyncio.sleep(1.0)
+            async with opened(make_store(bucket), bounds) as other:
+                await other.read(KEYS[:8], blank(8))
+                await asyncio.sleep(150.0)
+                assert [name for name in bucket.objects if "/used/" in name]
+                await stored(one, KEYS[100:116])
+                assert await one.contains(KEYS[:8]) == [Read.HIT] * 8
+                assert Read.MISS in await one.contains(KEYS[8:24])
+
+    simulated(main)
+
+
+def test_notes_of_engines_that_are_gone_are_deleted() -> None:
+    async def main() -> None:
+        bucket = Bucket()
+        bounds = ObjLimits(max_bytes=40 * OBJECT_BYTES, walk_seconds=60.0)
+        note = ObjNames("kv", NAMESPACE.directory, 0).use_note("abc")
+        bucket.objects[note], bucket.modified[note] = b"no note", TODAY
+        async with opened(make_store(bucket), bounds) as tier:
+            await held(tier)
+            await asyncio.sleep(3600.0)
+            assert note in bucket.objects
+            await asyncio.sleep(86400.0)
+            assert note not in bucket.objects
+
+    simulated(main)
+
+
+def make_notes(store: MemoryStore, me: str, recency: Recency) -> UseNotes:
+    names = ObjNames("kv", NAMESPACE.directory, 0)
+    pacer = Pacer(4, clock(), random.Random(0))
+    return UseNotes(store, names, me, recency, pacer, clock(), today())
+
+
+def test_a_note_says_what_was_used_twice_and_is_read_once() -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+        await store.open()
+        theirs, ours = Recency(today()), Recency(today())
+        telling, hearing = make_notes(store, "a", theirs), make_notes(store, "b", ours)
+        await telling.leave()
+        assert not store.bucket.objects
+        theirs.used(KEYS[:3])
+        await telling.leave()
+        theirs.used(KEYS[5:6])
+        await asyncio.sleep(1.0)
+        await telling.leave()
+        for _ in range(3):
+            await hearing.gather()
+        assert ours.of(KEYS[:6]).tolist() == theirs.of(KEYS[:6]).tolist()
+        assert store.counts["get"] == 1
+        await asyncio.sleep(1.0)
+        theirs.used(KEYS[7:8])
+        await telling.leave()
+        later = Recency(today())
+        await make_notes(store, "c", later).gather()
+        assert [tick >= 0 for tick in later.of(KEYS[:8]).tolist()] == [
+            *[False] * 5,
+            *[True, False, True],
+        ]
+
+    simulated(main)
+
+
+def test_a_note_that_is_broken_or_from_the_future_changes_nothing() -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+        await store.open()
+        ours = Recency(today())
+        ours.used(KEYS[:1])
+        before = ours.of(KEYS[:3]).tolist()
+        bad = [
+            b"no msgpack",
+            msgspec.msgpack.encode([KEYS[:2], ["x", "y"]]),
+            msgspec.msgpack.encode([KEYS[:2], [1 << 62, 1 << 61]]),
+            msgspec.msgpack.encode([[b"", b"x" * 200], [1, 2]]),
+            msgspec.msgpack.encode([KEYS[:1], [5]]),
+        ]
+        for at, body in enumerate(bad):
+            name = f"kv/{NAMESPACE.directory}/used/{at}.msgpack"
+            store.bucket.objects[name], store.bucket.modified[name] = body, TODAY
+        await make_notes(store, "b", ours).gather()
+        assert ours.of(KEYS[:3]).tolist() == before
 
     simulated(main)

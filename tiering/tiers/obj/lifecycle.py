@@ -1,9 +1,9 @@
 """Keeps a namespace within `max_bytes`: which chunks were used last, and which go.
 
-Owns the order of deletion and the deletions. `Recency` and `Oldest` are sans-IO. A chunk is as
-recent as its last use by this engine, the head of a prefix before its tail; where there was none,
-as its object's modification, which is all that a bucket remembers. Only the holder of the lease
-deletes, up to 1,000 objects in a request. Used on the tier's event loop.
+Owns the order of deletion and the deletions; `Oldest` is sans-IO. A chunk is as recent as its last
+use, the head of a prefix before its tail: by this engine or, as their notes say (`uses.py`), by
+others; where none is known of, as recent as its object. Only the holder of the lease deletes, up
+to 1,000 objects in a request. Used on the tier's event loop.
 """
 
 from __future__ import annotations
@@ -17,46 +17,19 @@ import numpy as np
 from tiering.clock import Clock
 from tiering.metrics import Counters
 from tiering.tiers.base import Listener
-from tiering.tiers.disk.ticks import Ticks
 from tiering.tiers.obj.existence import Existence
 from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, Pacer
+from tiering.tiers.obj.recency import Recency
 from tiering.tiers.obj.store import ObjectStore, StoreError
-from tiering_kernels.keytable import ABSENT, Values, open_table
+from tiering.tiers.obj.uses import UseNotes
+from tiering_kernels.keytable import ABSENT
 
 log = logging.getLogger("tiering")
 
 DELETED_AT_ONCE_MAX = 1000
-USED_KEYS_MAX = 1_000_000
 CANDIDATES_MAX = 20_000
 COUNTERS = ("evicted", "evict_errors")
-
-
-class Recency:
-    """When this engine used what, in microseconds since 1970; about the last `keys_max` keys."""
-
-    def __init__(self, today: Clock, keys_max: int = USED_KEYS_MAX) -> None:
-        self._ticks = Ticks(today)
-        self._half = max(1, keys_max // 2)
-        self._young = open_table()
-        self._old = open_table()
-
-    def used(self, keys: Sequence[bytes]) -> None:
-        """`keys`, a prefix in order, now."""
-        if not keys:
-            return
-        ticks = self._ticks.of(list(dict.fromkeys(keys)))
-        self._young.put(list(ticks), np.fromiter(ticks.values(), np.int64, len(ticks)))
-        if len(self._young) > self._half:
-            self._young, self._old = open_table(), self._young
-
-    def of(self, keys: Sequence[bytes]) -> Values:
-        """The last use of each; ABSENT, which is less than any, where it is not known."""
-        return np.maximum(self._young.get(keys), self._old.get(keys))
-
-    def gone(self, keys: Sequence[bytes]) -> None:
-        self._young.pop(keys)
-        self._old.pop(keys)
 
 
 class Oldest:
@@ -112,6 +85,7 @@ class Bound:
         names: ObjNames,
         existence: Existence,
         recency: Recency,
+        uses: UseNotes,
         pacer: Pacer,
         clock: Clock,
         objects_max: int,
@@ -125,6 +99,7 @@ class Bound:
         self._names = names
         self._existence = existence
         self._recency = recency
+        self._uses = uses
         self._pacer = pacer
         self._clock = clock
         self._objects_max = objects_max
@@ -143,7 +118,9 @@ class Bound:
 
     # What a walk shows
 
-    def walk_begins(self) -> None:
+    async def walk_begins(self) -> None:
+        """Hear what others have used, or tell whoever deletes."""
+        await self._uses.exchange(deletes=self._may_delete())
         self._oldest.begin()
 
     def page(self, chunks: Sequence[tuple[bytes, float]]) -> None:

@@ -2,6 +2,7 @@
 
     <prefix>/<namespace>/config.json
     <prefix>/<namespace>/lease.json              who may delete for max_bytes
+    <prefix>/<namespace>/used/<engine>.msgpack   what an engine has used, for who deletes
     <prefix>/<namespace>_r<rank>/<hhh>/<hh>_g<group>/<hash_hex>.bin
 
 Keys become hex digits and the namespace is one safe component, so nothing given from outside can
@@ -38,6 +39,15 @@ class ObjNames:
     @cached_property
     def lease(self) -> str:
         return f"{self._base}{self.namespace}/{LEASE_NAME}"
+
+    @cached_property
+    def use_notes(self) -> str:
+        """What the names of all notes of uses begin with, and of nothing else."""
+        return f"{self._base}{self.namespace}/used/"
+
+    def use_note(self, engine: str) -> str:
+        """That of one engine; `engine` is hex digits."""
+        return f"{self.use_notes}{engine}.msgpack"
 
     @cached_property
     def chunks(self) -> str:

@@ -19,11 +19,13 @@ from tiering.tiers.obj.chunks import Chunks
 from tiering.tiers.obj.existence import KEYS_MAX, Existence
 from tiering.tiers.obj.frames import Frames
 from tiering.tiers.obj.lease import Lease, LeaseKeeper
-from tiering.tiers.obj.lifecycle import Bound, Recency
+from tiering.tiers.obj.lifecycle import Bound
 from tiering.tiers.obj.lookup import Lookup
 from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Pacer
+from tiering.tiers.obj.recency import Recency
 from tiering.tiers.obj.store import ObjectStore
+from tiering.tiers.obj.uses import UseNotes
 from tiering.tiers.obj.walker import Walker
 from tiering_kernels.chunkio import HEADER_BYTES
 
@@ -119,7 +121,8 @@ def build_parts(
     lease: LeaseKeeper | None = None
     bound: Bound | None = None
     if objects_max is not None:
-        mine = Lease(uuid.uuid4().hex, limits.lease_seconds)
+        me = uuid.uuid4().hex
+        mine = Lease(me, limits.lease_seconds)
         lease = LeaseKeeper(
             store,
             names.lease,
@@ -135,6 +138,7 @@ def build_parts(
             names,
             existence,
             recency,
+            UseNotes(store, names, me, recency, pacer, clock, today),
             pacer,
             clock,
             objects_max,

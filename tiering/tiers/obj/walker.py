@@ -119,7 +119,7 @@ class Walker:
 
     async def _pages(self, shown: Callable[[], object]) -> None:
         if self._bound is not None:
-            self._bound.walk_begins()
+            await self._bound.walk_begins()
         async with contextlib.aclosing(self._lookup.walk()) as pages:
             page_began = self._clock.now()
             async for chunks in pages:
