@@ -59,7 +59,7 @@ def rclone(directory: Path, tls: bool = False) -> Iterator[Served]:
         program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}",
         "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off",
         # Files that a test put there or took away are seen at once.
-        "--dir-cache-time", "0s", "--log-level", "ERROR", str(root),
+        "--dir-cache-time", "100ms", "--log-level", "ERROR", str(root),
     ]  # fmt: skip
     certificate = None
     if tls:

@@ -326,7 +326,7 @@ class ScriptedS3:
         if digest is not None and digest != _md5(asked.body):
             return refusal(400, "BadDigest")
         tree = ElementTree.fromstring(asked.body)
-        for key in tree.iter("{*}Key"):
+        for key in tree.iterfind(".//{*}Key"):
             self.objects.pop(key.text or "", None)
         return Reply(200, f"<DeleteResult {_NAMESPACE}></DeleteResult>".encode())
 
@@ -343,7 +343,7 @@ class ScriptedS3:
         parts = self._uploads.pop(asked.query["uploadId"], None)
         if parts is None:
             return refusal(404, "NoSuchUpload")
-        listed = ElementTree.fromstring(asked.body).iter("{*}PartNumber")
+        listed = ElementTree.fromstring(asked.body).iterfind(".//{*}PartNumber")
         numbers = [int(part.text or "0") for part in listed]
         self._keep(asked.name, b"".join(parts[number] for number in numbers))
         text = (
