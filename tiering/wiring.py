@@ -299,7 +299,6 @@ def _build_bucket(
         config.store_config,
         where=f"{where}.store_config",
         prefix=f"{config.prefix}/" if config.prefix else "",
-        connections=config.io_threads,
     )
     return ObjTier(
         f"obj:{bucket}/{config.prefix}" if config.prefix else f"obj:{bucket}",
