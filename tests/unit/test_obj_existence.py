@@ -125,6 +125,13 @@ def test_memory_is_bounded() -> None:
     assert known(other) == "???????aaa"
 
 
+def test_a_put_that_there_is_no_room_to_remember_still_clears_a_no() -> None:
+    existence = Existence(ManualClock(), keys_max=1)
+    existence.missing(KEYS[:2])
+    existence.stored(KEYS[:2])
+    assert known(existence)[:2] == "t?"
+
+
 # Searches
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from s3_servers import ACCESS_KEY, SECRET_KEY, Served
 from scripted_s3 import ScriptedS3
 from tiering import BucketConfig, ConfigError, KVLayout, ObjTierConfig, StoreConfig, TieredStore
-from tiering.config import EngineConfig
+from tiering.clock import MonotonicClock
+from tiering.config import ConnectorConfig, EngineConfig
 from tiering.layout import RowLayout
 from tiering.testing.examples import CHUNK_BYTES, example_namespace
+from tiering.testing.memory import MemoryTier
+from tiering.tiers.wrappers.guarded import GuardedTier
+from tiering.tiers.wrappers.metered import MeteredTier
 from tiering.wiring import build_catalogues, build_tiers
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_tokens=16)
 ROW = RowLayout(LAYOUT.chunk_bytes).row_bytes
 OBJECT_BYTES = 4096 + CHUNK_BYTES
+CLOCK = MonotonicClock()
 
 
 @pytest.fixture
@@ -98,6 +106,27 @@ def test_less_than_a_chunk_is_no_bound() -> None:
 def test_events_of_a_bucket_have_no_catalogue() -> None:
     tier = ObjTierConfig(store_config=bucket(), enable_kv_events=True)
     assert build_catalogues(engine(tier), example_namespace()) == {}
+
+
+def test_the_guides_example_is_valid() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "object-store.md").read_text()
+    (example,) = re.findall(r"^```json connector\n(.*?)^```", guide, re.M | re.S)
+    config = ConnectorConfig.model_validate(json.loads(example))
+    (tier,) = build_tiers(config, example_namespace(), CHUNK_BYTES)
+    assert tier.name == "obj:kv-cache/team/kv"
+
+
+async def test_the_guide_explains_every_count(server: ScriptedS3) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "object-store.md").read_text()
+    section = guide.split("## Watching it")[1].split("\n## ")[0]
+    told = set(re.findall(r"`(\w+)`", section))
+    tier = ObjTierConfig(store_config=bucket(server.endpoint), max_bytes=1 << 20)
+    (built,) = build_tiers(engine(tier), example_namespace(), CHUNK_BYTES)
+    await built.open()
+    counted = set(built.stats())
+    await built.close()
+    others = set(MeteredTier(GuardedTier(MemoryTier(), CLOCK), 1, CLOCK).stats())
+    assert {name.removeprefix("now_") for name in counted - others} <= told
 
 
 async def test_a_bucket_that_is_not_there_ends_the_start_at_its_key(server: ScriptedS3) -> None:

@@ -71,9 +71,13 @@ class Frames:
                 if work in self._gathered:
                     self._gathered.remove(work)
                     break
-        if cancelled is not None:
-            raise cancelled
-        return work.done.result()
+        try:
+            if cancelled is not None:
+                raise cancelled
+            return work.done.result()
+        finally:
+            # Or the error's traceback, which has the caller's buffers, would hold itself.
+            cancelled = None
 
     async def _cross(self) -> None:
         while self._gathered:

@@ -195,6 +195,9 @@ async def _received(response: aiohttp.ClientResponse, into: Sequence[memoryview]
     parts: list[bytes] = []
     left = _BODY_BYTES_MAX
     async for part, _ in response.content.iter_chunks():
+        if not part:
+            # aiohttp shares one reader for all empty bodies, which ends only the first time.
+            break
         parts.append(part)
         left -= len(part)
         if left < 0:
