@@ -156,6 +156,28 @@ def test_loads_go_before_stores_and_stores_before_upkeep() -> None:
     assert simulated(main) == ["first", "load", "next load", "store", "walk"]
 
 
+def test_loads_without_end_do_not_starve_the_others() -> None:
+    async def main() -> None:
+        pacer, loads = make_pacer(2), 0
+
+        async def load() -> None:
+            nonlocal loads
+            while loads < 200:
+                await pacer.run(Lane.LOAD, 1e6, after(1.0))
+                loads += 1
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(load())
+            await asyncio.sleep(1.5)
+            for lane in (Lane.STORE, Lane.UPKEEP, Lane.STORE):
+                before = loads
+                await pacer.run(lane, 1e6, after(1.0))
+                assert loads - before <= 20
+
+    simulated(main)
+
+
 def test_what_fails_for_now_is_tried_again_and_what_fails_for_good_is_not() -> None:
     async def main() -> None:
         pacer = make_pacer()

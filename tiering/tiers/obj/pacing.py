@@ -28,6 +28,9 @@ COUNTERS = ("throttled", "retries", "retry_budget_spent", "requests_failed", "re
 RETRY_AFTER_SECONDS_MAX = 30.0
 """A store may ask for longer; after this one request asks whether it still does."""
 
+TURNS_OUT_OF_ORDER = 16
+"""Of so many turns one goes to whoever comes last, so that loads without end starve nobody."""
+
 
 class Lane(enum.IntEnum):
     """Who goes first: somebody waits for a load, nobody for the upkeep."""
@@ -152,6 +155,7 @@ class Pacer:
         self._clock = clock
         self._tries_max = tries_max
         self._waiting: dict[Lane, deque[asyncio.Future[None]]] = {lane: deque() for lane in Lane}
+        self._turns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._answered_at = float("-inf")
         self.counters = Counters(COUNTERS)
@@ -275,10 +279,12 @@ class Pacer:
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _next(self) -> asyncio.Future[None] | None:
-        for lane in Lane:
+        is_out_of_order = self._turns % TURNS_OUT_OF_ORDER == TURNS_OUT_OF_ORDER - 1
+        for lane in sorted(Lane, reverse=is_out_of_order):
             while self._waiting[lane]:
                 turn = self._waiting[lane].popleft()
                 if not turn.done():
+                    self._turns += 1
                     return turn
         return None
 
