@@ -178,6 +178,9 @@ class ScriptedS3:
                     break
         except (ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
             pass
+        except asyncio.CancelledError:
+            # The end of the server; asyncio would report it.
+            return
         finally:
             self._writers.discard(writer)
             writer.close()

@@ -2,8 +2,9 @@
 
 Requests do not go through aiobotocore's client, which takes 2 ms of CPU for each and holds up the
 loop for 40 to 200 ms to read a page of a listing; the signatures are botocore's. What is sent is
-copied in parts on its way, since a connection keeps what its socket does not take at once, longer
-than a caller that is cancelled waits. What comes is copied once, from what aiohttp received.
+not copied here, though asyncio keeps a copy of what a socket does not take at once before Python
+3.12. What comes is copied once, from what aiohttp received, as it takes no buffers of others.
+A connection whose request did not end well is cut off, or it would go on to send from the buffers.
 Used from one loop. Raises StoreError and its kinds only.
 """
 
@@ -13,9 +14,13 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.connector import Connection
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.httpsession import get_cert_path
@@ -52,9 +57,8 @@ class _Sent:
         self._body = body
         self._seconds = seconds
         self._limit: asyncio.Timeout | None = limit
-        self.is_whole = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
         now = asyncio.get_running_loop().time
         for view in self._body:
             flat = view.cast("B")
@@ -62,15 +66,27 @@ class _Sent:
                 if self._limit is None:
                     return
                 self._limit.reschedule(now() + self._seconds)
-                yield bytes(flat[at : at + _PART_BYTES])
+                yield flat[at : at + _PART_BYTES]
         if self._limit is not None:
             # From here on aiohttp waits no longer than that for the answer.
             self._limit.reschedule(None)
-            self.is_whole = True
 
     def end(self) -> None:
         """Touch no buffer any more."""
         self._limit = None
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells who asks for a connection by which transport it is, in the list that `_HELD` is."""
+
+    async def connect(self, *given: Any, **named: Any) -> Connection:
+        connection = await super().connect(*given, **named)
+        if connection.transport is not None:
+            _HELD.get().append(connection.transport)
+        return connection
+
+
+_HELD: ContextVar[list[asyncio.Transport]] = ContextVar("_HELD")
 
 
 class Wire:
@@ -98,7 +114,7 @@ class Wire:
             sock_read=self._read_seconds,
         )
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=context, keepalive_timeout=_KEPT_SECONDS),
+            connector=_Connector(limit=0, ssl=context, keepalive_timeout=_KEPT_SECONDS),
             timeout=timeout,
             headers={"Accept-Encoding": "identity", "User-Agent": "kv-tiering"},
             skip_auto_headers=("Content-Type", "Accept"),
@@ -135,7 +151,7 @@ class Wire:
         if method in ("PUT", "POST"):
             signed["Content-Length"] = str(length)
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(None) as limit, _held() as transports:
                 sent = _Sent(body, self._read_seconds, limit)
                 try:
                     response = await self._session.request(
@@ -151,14 +167,15 @@ class Wire:
                     except BaseException:
                         response.close()
                         raise
-                    if length and not sent.is_whole:
-                        # Refused before all was sent, and the rest need not be.
-                        response.close()
-                    else:
-                        response.release()
-                    return answer
                 finally:
                     sent.end()
+                if any(transport.get_write_buffer_size() for transport in transports):
+                    # Answered before all was sent, and the rest is not to be.
+                    response.close()
+                    _cut_off(transports)
+                else:
+                    response.release()
+                return answer
         except (aiohttp.ClientError, OSError) as error:
             raise _failed(f"{method} {name}".rstrip(), self._config, error) from error
 
@@ -172,6 +189,26 @@ class Wire:
         request = AWSRequest(method=method, url=url, headers=dict(headers))
         _Signer(keys, "s3", self.region).add_auth(request)
         return dict(request.headers.items())
+
+
+@asynccontextmanager
+async def _held() -> AsyncIterator[list[asyncio.Transport]]:
+    """The transports of the connections that are asked for meanwhile; cut off if that fails."""
+    transports: list[asyncio.Transport] = []
+    before = _HELD.set(transports)
+    try:
+        yield transports
+    except BaseException:
+        _cut_off(transports)
+        raise
+    finally:
+        _HELD.reset(before)
+
+
+def _cut_off(transports: Sequence[asyncio.Transport]) -> None:
+    """Closing would wait until a store that takes nothing has taken the rest."""
+    for transport in transports:
+        transport.abort()
 
 
 def _tls(ca_bundle: str) -> ssl.SSLContext:
@@ -194,15 +231,21 @@ async def _received(response: aiohttp.ClientResponse, into: Sequence[memoryview]
         return Answer(response.status, headers)
     parts: list[bytes] = []
     left = _BODY_BYTES_MAX
-    async for part, _ in response.content.iter_chunks():
-        if not part:
-            # aiohttp shares one reader for all empty bodies, which ends only the first time.
-            break
+    async for part in _parts(response.content):
         parts.append(part)
         left -= len(part)
         if left < 0:
             raise StoreError(f"an answer is longer than {_BODY_BYTES_MAX} bytes")
     return Answer(response.status, headers, b"".join(parts))
+
+
+async def _parts(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """As they were received, not joined. aiohttp's own `iter_chunks` never ends with the second
+    body that is empty."""
+    while not content.at_eof():
+        part, _ = await content.readchunk()
+        if part:
+            yield part
 
 
 async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) -> None:
@@ -213,7 +256,7 @@ async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) ->
     views = iter([view.cast("B") for view in into])
     view, at, got = memoryview(b""), 0, 0
     try:
-        async for part, _ in response.content.iter_chunks():
+        async for part in _parts(response.content):
             got += len(part)
             if got > want:
                 break
