@@ -32,7 +32,9 @@ from tiering.tiers.obj.credentials import Keys
 from tiering.tiers.obj.dialect import Answer
 from tiering.tiers.obj.store import LengthError, NotNowError, StoreError
 
-_PART_BYTES = 256 << 10
+# The first goes out in one piece with the head, for which the two are joined.
+_FIRST_PART_BYTES = 16 << 10
+_PART_BYTES = 1 << 20
 _RECEIVED_BYTES = 1 << 20
 # Of what is kept of an answer: a page of 1,000 of the longest names is half of that.
 _BODY_BYTES_MAX = 8 << 20
@@ -60,13 +62,15 @@ class _Sent:
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         now = asyncio.get_running_loop().time
+        part_bytes = _FIRST_PART_BYTES
         for view in self._body:
-            flat = view.cast("B")
-            for at in range(0, len(flat), _PART_BYTES):
+            rest = view.cast("B")
+            while rest:
                 if self._limit is None:
                     return
                 self._limit.reschedule(now() + self._seconds)
-                yield flat[at : at + _PART_BYTES]
+                yield rest[:part_bytes]
+                rest, part_bytes = rest[part_bytes:], _PART_BYTES
         if self._limit is not None:
             # From here on aiohttp waits no longer than that for the answer.
             self._limit.reschedule(None)
