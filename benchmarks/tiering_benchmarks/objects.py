@@ -1,8 +1,8 @@
 """`tiering-bench tiers --tier obj`: our S3 client against obstore and boto3, on one server.
 
-Goals: PUT and GET of each size, one at a time and many at once, as ratios of speed, and above all the
-CPU seconds that the client takes for a GB: on a small machine the server is the bottleneck, and a
-real one is another machine. Not a goal: what lies above the client. Sides take turns within a
+Goals: PUT and GET of each size, one at a time and many at once, as ratios of speed, and above all
+the CPU seconds that the client takes for a GB: on a small machine the server is the bottleneck, and
+a real one is another machine. Not a goal: what lies above the client. Sides take turns within a
 repeat and the order rotates. What was got is compared, outside the time.
 """
 

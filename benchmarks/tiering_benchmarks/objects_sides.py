@@ -1,8 +1,8 @@
 """The sides of `tiering-bench tiers --tier obj`: our client, obstore's Rust and boto3 in threads.
 
-Each stores the same buffers and fills buffers of the caller, so many at once, as the tier does; each
-is set up as well as it can be: no checksums nobody asked for, bodies that are not signed, no copy
-that can be avoided. Their packages are imported only when asked for.
+Each stores the same buffers and fills buffers of the caller, so many at once, as the tier does;
+each is set up as well as it can be: no checksums nobody asked for, bodies that are not signed, no
+copy that can be avoided. Their packages are imported only when asked for.
 """
 
 from __future__ import annotations
