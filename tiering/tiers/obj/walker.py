@@ -49,10 +49,6 @@ class Walker:
     def __repr__(self) -> str:
         return f"<Walker {self.walks} walks, {self.walks_failed} broke off>"
 
-    @property
-    def is_walking(self) -> bool:
-        return self._walking is not None and not self._walking.done()
-
     async def begin(self, seconds_max: float) -> None:
         """Start the first walk, and wait until it has shown a page, which for a small namespace is
         all: then nothing needs to be searched for. At most `seconds_max`."""
