@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -31,14 +32,19 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that answers. `root`: where the bucket's objects are plain files, if they are."""
+    """A server that answers. `root`: where the bucket's objects are plain files, if they are;
+    `is_given`: it is the user's own, with credentials from the environment."""
 
     endpoint: str
     root: Path | None = None
     ca_bundle: Path | None = None
+    is_given: bool = False
 
     def store_config(self) -> dict[str, str]:
         """As a tier's `store_config`."""
+        if self.is_given:
+            bucket = os.environ.get("S3_BUCKET", BUCKET)
+            return {"bucket": bucket, "endpoint_override": self.endpoint}
         found = {
             "bucket": BUCKET,
             "endpoint_override": self.endpoint,

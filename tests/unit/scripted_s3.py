@@ -58,6 +58,7 @@ class Fault:
     reset: bool = False
     status: int | None = None
     code: str = ""
+    message: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     etag: str | None = None
     # Of a body that is sent: how many bytes too many its header promises (or too few, below 0);
@@ -79,8 +80,9 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def refusal(status: int, code: str, **headers: str) -> Reply:
-    about = f"<Error><Code>{code}</Code><Message>scripted: {code}</Message></Error>"
+def refusal(status: int, code: str, message: str = "", **headers: str) -> Reply:
+    told = escape(message or f"scripted: {code}")
+    about = f"<Error><Code>{code}</Code><Message>{told}</Message></Error>"
     found = {name.replace("_", "-"): value for name, value in headers.items()}
     return Reply(status, about.encode(), {"Content-Type": "application/xml"} | found)
 
@@ -218,7 +220,8 @@ class ScriptedS3:
             writer.transport.abort()
             return False
         if fault.status is not None:
-            reply = refusal(fault.status, fault.code or "Scripted", **dict(fault.headers))
+            reply = refusal(fault.status, fault.code or "Scripted", fault.message)
+            reply.headers |= fault.headers
         else:
             reply = self._checked(asked)
         asked.status = reply.status

@@ -217,7 +217,7 @@ async def test_no_credentials_at_all(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         server.accepted = {"another"}
         error = await fails(caplog, given)
-        is_about(error, "access_key", "AWS's chain (env)", "mend AWS's chain (env)")
+        is_about(error, "access_key", "they come from AWS's chain (env): 403 Inv", "correct it")
 
 
 async def test_without_the_packages_it_says_what_to_install(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from contextlib import suppress
 
 import aiohttp
 
@@ -63,8 +64,10 @@ async def _list(wallet: Wallet, wire: Wire, prefix: str, cause: _Cause) -> None:
             keys = await wallet.keys()
             answer = await wire.exchange(keys, "GET", query=query, count_as="list")
             if answer.is_stale and not cause.are_given:
-                keys = await wallet.renewed(keys)
-                answer = await wire.exchange(keys, "GET", query=query, count_as="list")
+                # Without others, what the store said of these tells more.
+                with suppress(CredentialsError):
+                    keys = await wallet.renewed(keys)
+                    answer = await wire.exchange(keys, "GET", query=query, count_as="list")
     except TimeoutError:
         raise await cause.of_silence(f"does not answer within {_SECONDS_MAX:g} s") from None
     except CredentialsError as error:
