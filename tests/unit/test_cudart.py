@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import enum
 import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,6 +226,42 @@ def test_a_batch_is_one_call_with_the_arrays_as_they_are(is_source_final: bool, 
     }
     assert len(bindings.said) == before
     assert "in batches" in repr(runtime)
+
+
+HEADER = """
+#include <cuda.h>
+#include <stddef.h>
+#include <stdio.h>
+int main(void)
+{
+    CUmemcpyAttributes a;
+    printf("%zu %zu %zu %zu %zu ", sizeof a, offsetof(CUmemcpyAttributes, srcAccessOrder),
+           offsetof(CUmemcpyAttributes, srcLocHint), offsetof(CUmemcpyAttributes, dstLocHint),
+           offsetof(CUmemcpyAttributes, flags));
+    printf("%d %d ", CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_SRC_ACCESS_ORDER_ANY);
+    printf("%d %d", CUDA_ERROR_NOT_READY, CUDA_ERROR_ILLEGAL_ADDRESS);
+    return 0;
+}
+"""
+
+
+def test_what_the_driver_is_given_is_as_its_header_has_it(tmp_path: Path) -> None:
+    """Of the driver's header, which Triton carries."""
+    triton = importlib.util.find_spec("triton")
+    compiler = shutil.which("cc")
+    if triton is None or triton.origin is None or compiler is None:
+        pytest.skip("needs a C compiler, and Triton for its cuda.h: `make test` installs that")
+    include = Path(triton.origin).parent / "backends/nvidia/include"
+    source, program = tmp_path / "header.c", tmp_path / "header"
+    source.write_text(HEADER)
+    command = [compiler, f"-I{include}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    told = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    own = cudart._Attributes
+    fields = (own.source_order, own.source_hint, own.target_hint, own.flags)
+    expected = [ctypes.sizeof(own), *(field.offset for field in fields)]
+    expected += [cudart._ORDER_STREAM, cudart._ORDER_ANY, NOT_READY, ILLEGAL_ADDRESS]
+    assert told.split() == [str(number) for number in expected]
 
 
 def test_a_batch_that_fails_says_at_which_copy() -> None:
