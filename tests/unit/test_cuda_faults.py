@@ -190,6 +190,7 @@ def test_memory_that_a_hung_copy_may_write_to_stays_pinned_and_mapped(
     scene.copier.close()
     scene.copier.close()
     assert "stays pinned and mapped" in caplog.text
+    assert kept == [scene.copier]
     assert scene.cuda.pinned
     held = weakref.ref(scene.share.base)
     with pytest.raises(CopyError, match="the copies before it hang"):

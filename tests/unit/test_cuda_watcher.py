@@ -3,6 +3,7 @@ somebody needs it."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -123,6 +124,53 @@ def test_polling_needs_no_thread(fake: FakeCuda) -> None:
     watcher.look()
     assert len(ends.told) == 1
     fake.run_all()
+
+
+def test_what_completes_while_another_thread_looks_is_not_left_to_the_next_bell() -> None:
+    """Whoever finds somebody looking leaves it to that one, who must look again."""
+    fake = FakeCuda()
+    watcher, second = Watcher(fake), Ends()
+    order: list[str] = []
+
+    def first(error: DeviceCallError | None, when: float) -> None:
+        fake.run_all()
+        other = threading.Thread(target=watcher.look)
+        other.start()
+        other.join(SECONDS)
+        assert second.told == [], "it would be finished before the first"
+        order.append("first")
+
+    watcher.watch(COMPUTE, first, None)
+    watcher.watch(COMPUTE, second, None)
+    fake.run(COMPUTE)
+    watcher.look()
+    assert order == ["first"]
+    assert len(second.told) == 1
+
+
+async def test_a_loop_that_hears_the_bell_needs_no_thread_for_it() -> None:
+    if device_calls() is None:
+        pytest.skip("the native library is not there: `python hatch_build.py` builds it")
+    fake = FakeCuda()
+    watcher = Watcher(fake)
+    threads: list[int] = []
+    ended = asyncio.Event()
+
+    def finish(error: DeviceCallError | None, when: float) -> None:
+        threads.append(threading.get_ident())
+        ended.set()
+
+    with watcher.heard_by(asyncio.get_running_loop()):
+        watcher.watch(COMPUTE, finish, None)
+        fake.run_all()
+        await asyncio.wait_for(ended.wait(), SECONDS)
+    assert threads == [threading.get_ident()]
+    watcher.open(nobody)
+    ends = Ends()
+    watcher.watch(COMPUTE, ends, None)
+    fake.run_all()
+    ends.wait()
+    watcher.close(nobody)
 
 
 def test_its_thread_ends_with_its_last_user(fake: FakeCuda) -> None:

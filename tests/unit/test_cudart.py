@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import enum
 import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +42,13 @@ class Driver:
         self.batches: list[dict[str, Any]] = []
         self.copies: list[tuple[int, ...]] = []
         self.code, self.at = 0, 0
-        self._kept = [cudart._Batch(self._batch), COPY(self._copy)]
-        self.batch, self.copy = (
+        self.launched: list[tuple[int, int, int]] = []
+        self._kept = [
+            cudart._Batch(self._batch),
+            COPY(self._copy),
+            cudart._HostFunction(self._launch),
+        ]
+        self.batch, self.copy, self.launch = (
             ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._kept
         )
 
@@ -59,6 +67,10 @@ class Driver:
         ctypes.c_size_t.from_address(failed).value = self.at
         return self.code
 
+    def _launch(self, stream: int, function: int, data: int) -> int:
+        self.launched.append((stream, function, data))
+        return self.code
+
     def _copy(self, target: int, source: int, size: int, stream: int) -> int:
         self.copies.append((target, source, size, stream))
         return self.code if len(self.copies) == self.at else 0
@@ -73,10 +85,9 @@ class Bindings:
     """As `cuda.bindings.runtime`: each call gives a tuple that begins with a code."""
 
     cudaError_t = Code
-    cudaHostFn_t = int
     cudaMemcpyKind = enum.IntEnum("Kind", {"cudaMemcpyDefault": 4})
 
-    def __init__(self, driver: Driver, *, has_batch: bool = True, has_copy: bool = True) -> None:
+    def __init__(self, driver: Driver, *, has_batch: bool = True, has_launch: bool = True) -> None:
         self.said: list[tuple[Any, ...]] = []
         self.answers: dict[str, tuple[Any, ...]] = {
             "cudaDeviceGetStreamPriorityRange": (Code.SUCCESS, 2, -5),
@@ -87,11 +98,17 @@ class Bindings:
         }
         self.entries = {
             b"cuMemcpyBatchAsync": driver.batch if has_batch else None,
-            b"cuMemcpyAsync": driver.copy if has_copy else None,
+            b"cuMemcpyAsync": driver.copy,
+            b"cuLaunchHostFunc": driver.launch if has_launch else None,
         }
 
     def cudaGetDriverEntryPointByVersion(self, symbol: bytes, version: int, flags: int) -> Any:
-        assert version == {b"cuMemcpyBatchAsync": 12080, b"cuMemcpyAsync": 4000}[symbol]
+        of_version = {
+            b"cuMemcpyBatchAsync": 12080,
+            b"cuMemcpyAsync": 4000,
+            b"cuLaunchHostFunc": 10000,
+        }
+        assert version == of_version[symbol]
         found = self.entries[symbol]
         return Code.SUCCESS, found, 0 if found else 1
 
@@ -128,7 +145,6 @@ def test_streams_events_and_memory() -> None:
     runtime.wait_event(11, 12)
     runtime.synchronize(11)
     assert runtime.elapsed_seconds(12, 12) == 1.5
-    runtime.launch_host_function(1234, 5678, 11)
     runtime.register(4096, 8192)
     runtime.unregister(4096)
     runtime.destroy_event(12)
@@ -143,7 +159,6 @@ def test_streams_events_and_memory() -> None:
         ("cudaStreamWaitEvent", 11, 12, 0),
         ("cudaStreamSynchronize", 11),
         ("cudaEventElapsedTime", 12, 12),
-        ("cudaLaunchHostFunc", 11, 1234, 5678),
         ("cudaHostRegister", 4096, 8192, 1),
         ("cudaHostUnregister", 4096),
         ("cudaEventDestroy", 12),
@@ -174,6 +189,23 @@ def test_a_failure_does_not_stay_the_threads_last_one() -> None:
     assert bindings.said[-1] == ("cudaGetLastError",)
 
 
+def test_a_host_function_is_given_to_the_driver_as_it_is() -> None:
+    driver = Driver()
+    bindings, runtime = opened(driver)
+    before = len(bindings.said)
+    assert runtime.can_signal
+    runtime.launch_host_function(1234, 5678, 11)
+    assert driver.launched == [(11, 1234, 5678)]
+    assert len(bindings.said) == before
+    driver.code = ILLEGAL_ADDRESS
+    with pytest.raises(DeviceCallError, match="cuLaunchHostFunc failed with text of ILLEGAL"):
+        runtime.launch_host_function(1234, 5678, 11)
+    _, without = opened(driver, has_launch=False)
+    assert not without.can_signal
+    with pytest.raises(DeviceCallError):
+        without.launch_host_function(1234, 5678, 11)
+
+
 @pytest.mark.parametrize(("is_source_final", "order"), [(True, 3), (False, 1)])
 def test_a_batch_is_one_call_with_the_arrays_as_they_are(is_source_final: bool, order: int) -> None:
     driver = Driver()
@@ -194,6 +226,42 @@ def test_a_batch_is_one_call_with_the_arrays_as_they_are(is_source_final: bool, 
     }
     assert len(bindings.said) == before
     assert "in batches" in repr(runtime)
+
+
+HEADER = """
+#include <cuda.h>
+#include <stddef.h>
+#include <stdio.h>
+int main(void)
+{
+    CUmemcpyAttributes a;
+    printf("%zu %zu %zu %zu %zu ", sizeof a, offsetof(CUmemcpyAttributes, srcAccessOrder),
+           offsetof(CUmemcpyAttributes, srcLocHint), offsetof(CUmemcpyAttributes, dstLocHint),
+           offsetof(CUmemcpyAttributes, flags));
+    printf("%d %d ", CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_SRC_ACCESS_ORDER_ANY);
+    printf("%d %d", CUDA_ERROR_NOT_READY, CUDA_ERROR_ILLEGAL_ADDRESS);
+    return 0;
+}
+"""
+
+
+def test_what_the_driver_is_given_is_as_its_header_has_it(tmp_path: Path) -> None:
+    """Of the driver's header, which Triton carries."""
+    triton = importlib.util.find_spec("triton")
+    compiler = shutil.which("cc")
+    if triton is None or triton.origin is None or compiler is None:
+        pytest.skip("needs a C compiler, and Triton for its cuda.h: `make test` installs that")
+    include = Path(triton.origin).parent / "backends/nvidia/include"
+    source, program = tmp_path / "header.c", tmp_path / "header"
+    source.write_text(HEADER)
+    command = [compiler, f"-I{include}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    told = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    own = cudart._Attributes
+    fields = (own.source_order, own.source_hint, own.target_hint, own.flags)
+    expected = [ctypes.sizeof(own), *(field.offset for field in fields)]
+    expected += [cudart._ORDER_STREAM, cudart._ORDER_ANY, NOT_READY, ILLEGAL_ADDRESS]
+    assert told.split() == [str(number) for number in expected]
 
 
 def test_a_batch_that_fails_says_at_which_copy() -> None:

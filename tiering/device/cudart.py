@@ -1,15 +1,17 @@
 """The CUDA runtime, through NVIDIA's own bindings (the package cuda-bindings).
 
 Owns nothing but how calls are made and how their failures are told. The bindings are imported when
-a runtime is opened, never with this module. A batch of copies goes around them, in one call of the
-driver's with arrays that nobody walks: the bindings take lists, with an object for each address.
+a runtime is opened, never with this module. Two calls go around them, to functions of the driver's.
+A batch of copies is one call with arrays that nobody walks: the bindings take lists, with an object
+for each address. And what the driver calls back is called as it is: bindings may put a function of
+theirs before it, which waits for the interpreter lock on the driver's thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import Any
+from typing import Any, NoReturn
 
 from tiering.device.fragments import Addresses
 from tiering.errors import ConfigError, DeviceCallError
@@ -24,6 +26,7 @@ _NOT_READY = 600
 _BUS_ID_BYTES = 32
 _DRIVER_BATCH = (b"cuMemcpyBatchAsync", 12080)  # of this version, whatever the driver's own is
 _DRIVER_COPY = (b"cuMemcpyAsync", 4000)
+_DRIVER_HOST_FUNCTION = (b"cuLaunchHostFunc", 10000)
 
 # Of cuMemcpyBatchAsync.
 _ORDER_STREAM, _ORDER_ANY = 1, 3
@@ -53,6 +56,8 @@ _Batch = ctypes.CFUNCTYPE(
     *[ctypes.c_void_p] * 2,
 )
 
+_HostFunction = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
+
 
 class CudaRuntime:
     """`DeviceRuntime` for CUDA's device `ordinal`, as this process numbers them."""
@@ -69,6 +74,8 @@ class CudaRuntime:
         batch = self._entry_point(*_DRIVER_BATCH)
         self._batch = _Batch(batch) if batch else None
         self._copy = self._entry_point(*_DRIVER_COPY)
+        host_function = self._entry_point(*_DRIVER_HOST_FUNCTION)
+        self._host_function = _HostFunction(host_function) if host_function else None
         self._calls = device_calls()
 
     def enter_thread(self) -> None:
@@ -151,7 +158,8 @@ class CudaRuntime:
             ctypes.addressof(failed),
             stream,
         )
-        self._check_driver("cuMemcpyBatchAsync", code, failed.value, len(sizes))
+        if code != 0:
+            self._fail("cuMemcpyBatchAsync", code, _where(failed.value, len(sizes)))
 
     def copy_one_by_one(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int
@@ -159,7 +167,8 @@ class CudaRuntime:
         """`copy` by a call for each fragment, also where a batch could be had."""
         if self._calls is not None and self._copy:
             code, failed = self._calls.copy_loop(self._copy, targets, sources, sizes, stream)
-            self._check_driver("cuMemcpyAsync", code, failed, len(sizes))
+            if code != 0:
+                self._fail("cuMemcpyAsync", code, _where(failed, len(sizes)))
             return
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
         for target, source, size in zip(
@@ -171,10 +180,14 @@ class CudaRuntime:
 
     @property
     def can_signal(self) -> bool:
-        return True
+        return self._host_function is not None
 
     def launch_host_function(self, function: int, data: int, stream: int) -> None:
-        self._call("cudaLaunchHostFunc", stream, self._cuda.cudaHostFn_t(function), data)
+        if self._host_function is None:
+            raise DeviceCallError("cuLaunchHostFunc", -1, "a driver that does not have it")
+        code = self._host_function(stream, function, data)
+        if code != 0:
+            self._fail("cuLaunchHostFunc", code, "")
 
     def register(self, address: int, size_bytes: int) -> None:
         self._call("cudaHostRegister", address, size_bytes, _PORTABLE)
@@ -205,11 +218,8 @@ class CudaRuntime:
         self._cuda.cudaGetLastError()
         raise DeviceCallError(call, int(code), self._text_of(code), int(code) in _STICKY)
 
-    def _check_driver(self, call: str, code: int, failed: int, count: int) -> None:
-        """The driver's codes are the runtime's, for all that a copy can fail with."""
-        if code == 0:
-            return
-        where = f", copy {failed + 1} of {count}" if failed < count else f", {count} copies"
+    def _fail(self, call: str, code: int, where: str) -> NoReturn:
+        """For the driver's codes, which are the runtime's for all that such a call fails with."""
         raise DeviceCallError(call, code, self._text_of(code) + where, code in _STICKY)
 
     def _text_of(self, code: Any) -> str:
@@ -226,6 +236,10 @@ class CudaRuntime:
             self._cuda.cudaGetLastError()
             return 0
         return int(address)
+
+
+def _where(failed: int, count: int) -> str:
+    return f", copy {failed + 1} of {count}" if failed < count else f", {count} copies"
 
 
 def has_bindings() -> bool:

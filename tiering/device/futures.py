@@ -118,7 +118,9 @@ class Watcher:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
+        # Whoever has it finishes events; who wants them finished meanwhile says so and goes.
         self._looking = threading.Lock()
+        self._is_wanted = False
         self._users = _Users()
         self._lanes: dict[int, deque[_Watched]] = {}
         self._free: list[_Mark] = []
@@ -223,15 +225,16 @@ class Watcher:
             self._ring()
 
     def look(self) -> None:
-        """Finish whatever is complete. If another thread is at it, this one leaves it to that."""
-        if not self._looking.acquire(blocking=False):
-            return
-        try:
-            ended = self._take_complete()
-        finally:
-            self._looking.release()
-        for watched, error in ended:
-            self._end(watched, error)
+        """Finish whatever is complete, in the order of each stream. If another thread is at it,
+        that one looks again, so that nothing is missed and nothing is out of order."""
+        self._is_wanted = True
+        while self._is_wanted and self._looking.acquire(blocking=False):
+            try:
+                self._is_wanted = False
+                for watched, error in self._take_complete():
+                    self._end(watched, error)
+            finally:
+                self._looking.release()
 
     @property
     def under_way(self) -> int:
