@@ -41,10 +41,11 @@ class RowSpace:
 
     def refill(self, slot: int) -> Reference:
         """Give the slot to another chunk; gives where that is, once it is all there."""
+        generation = int(self.generations[slot]) + 1
+        fresh = content(slot, generation, self.rows.shape[1])
         # In this order: whoever still reads the old chunk sees that it is going.
-        self.generations[slot] += np.uint64(1)
-        generation = int(self.generations[slot])
-        self.rows[slot] = content(slot, generation, self.rows.shape[1])
+        self.generations[slot] = generation
+        self.rows[slot] = fresh
         return Reference(slot, generation)
 
     def reference(self, slot: int) -> Reference:

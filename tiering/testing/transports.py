@@ -207,30 +207,33 @@ class TransportContract(ABC):
     async def test_a_slot_that_is_given_away_meanwhile_is_never_taken_for_its_old_chunk(
         self,
     ) -> None:
-        async with self.linked(4, MIB) as (link, space):
-            known = list(map(space.reference, range(4)))
-            seen: set[Outcome] = set()
+        """The rows are large, and given away at random moments: most of them while they move."""
+        chance = random.Random(2)
+        async with self.linked(2, 4 * MIB) as (link, space):
+            known = list(map(space.reference, range(2)))
+            seen: Counter[Outcome] = Counter()
             ended = threading.Event()
 
             def reuse() -> None:
-                while not ended.is_set():
-                    for slot in range(4):
+                while not ended.wait(chance.choice((0.001, 0.003, 0.01, 0.1, 0.3))):
+                    for slot in range(2):
                         known[slot] = space.refill(slot)
 
             writer = threading.Thread(target=reuse)
             writer.start()
             try:
-                for _ in range(4000):
-                    references, into = list(known), buffers(4, MIB)
+                into = buffers(2, 4 * MIB)
+                for _ in range(2000):
+                    references = list(known)
                     outcomes = await link.read(references, into)
                     self.require_right(references, into, outcomes)
                     seen.update(outcomes)
-                    if seen == {Moved.HIT, Moved.STALE}:
+                    if seen[Moved.STALE] >= 20 and seen[Moved.HIT]:
                         break
             finally:
                 ended.set()
                 writer.join()
-            assert seen == {Moved.HIT, Moved.STALE}
+            assert set(seen) == {Moved.HIT, Moved.STALE}
 
     # Peers that are gone, stopped, or do not know us
 
