@@ -139,7 +139,8 @@ class Bound:
     # Room
 
     async def book(self, count: int) -> int:
-        """Make room for `count` chunks: how many may be put. Each has to be `settle`d. Whoever may
+        """Make room for `count` chunks: how many may be put. Each has to be `settle`d, in the turn
+        of the loop in which it becomes known, or it counts twice and others go for it. Whoever may
         not delete has room for all: the holder of the lease brings it back."""
         while (lacking := self._excess(count)) > 0 and await self._evict(lacking):
             pass

@@ -33,6 +33,7 @@ from tiering.tiers.base import (
 )
 from tiering.tiers.disk.configfile import difference
 from tiering.tiers.disk.iopool import IoPool
+from tiering.tiers.obj.chunks import Chunks
 from tiering.tiers.obj.lifecycle import DELETED_AT_ONCE_MAX, Bound
 from tiering.tiers.obj.lookup import Known
 from tiering.tiers.obj.names import ObjNames, why_not_a_key
@@ -157,9 +158,10 @@ class ObjTier(Tier):
             known = await self._find(opened, keys)
             outcomes = list(map(opened.chunks.not_written, keys, known))
             wanted = [at for at, each in enumerate(known) if each is False]
-            async with _room(opened.bound, len(wanted)) as granted:
+            async with _booked(opened.bound, len(wanted)) as booking:
                 written = await at_once(
-                    opened.chunks.write(keys[at], buffers[at], deadline) for at in wanted[:granted]
+                    booking.put(opened.chunks, keys[at], buffers[at], deadline)
+                    for at in wanted[: booking.granted]
                 )
             for at, outcome in zip(wanted, written, strict=False):
                 outcomes[at] = outcome
@@ -320,15 +322,41 @@ class ObjTier(Tier):
             )
 
 
+class _Booking:
+    """Room for `granted` chunks."""
+
+    def __init__(self, bound: Bound | None, granted: int) -> None:
+        self.granted = granted
+        self._bound = bound
+        self._left = granted
+
+    async def put(
+        self, chunks: Chunks, key: bytes, buffer: memoryview, deadline: float
+    ) -> WriteOutcome:
+        """Write one of them."""
+        try:
+            return await chunks.write(key, buffer, deadline)
+        finally:
+            self.settle(1)
+
+    def settle(self, count: int) -> None:
+        self._left -= count
+        if self._bound is not None:
+            self._bound.settle(count)
+
+    def close(self) -> None:
+        """Give back the room of what was never begun."""
+        self.settle(self._left)
+
+
 @asynccontextmanager
-async def _room(bound: Bound | None, wanted: int) -> AsyncIterator[int]:
-    """How many of `wanted` chunks may be put, which has to be done within the block."""
-    granted = wanted if bound is None else await bound.book(wanted)
+async def _booked(bound: Bound | None, wanted: int) -> AsyncIterator[_Booking]:
+    """Room for as many of `wanted` chunks as may be put, which has to be done within the block."""
+    booking = _Booking(bound, wanted if bound is None else await bound.book(wanted))
     try:
-        yield granted
+        yield booking
     finally:
-        if bound is not None:
-            bound.settle(granted)
+        booking.close()
 
 
 def _is_error(outcome: ReadOutcome) -> bool:
