@@ -59,6 +59,7 @@ from tiering_connectors.vllm.opening import (
     open_region,
     require_host_tensors,
 )
+from tiering_connectors.vllm.pauses import pause_of
 
 log = logging.getLogger("tiering")
 
@@ -133,6 +134,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
             meter,
             [group.group_id for group in self.config.groups],
+            pause_of(self.config.parallel.data_parallel_size),
         )
         if events is not None:
             events.bind(half.name_of)
