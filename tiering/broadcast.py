@@ -73,11 +73,12 @@ class Broadcast:
         if keys is None:
             keys = layout.keys(tokens, salt)
         count = len(keys) * layout.blocks_per_chunk
-        own = tokens[: count * layout.block_tokens]
+        own = list(tokens[: count * layout.block_tokens])
         blocks = [key[:-GROUP_BYTES] for key in token_keys(own, layout.block_tokens, salt)]
         if len(blocks) != count:
             raise ValueError(f"{len(tokens)} tokens for {len(keys)} chunks")
-        self._announcer.expect(keys, describe(self._shape, own, blocks, None, lora_name))
+        described = describe(self._shape, own, blocks, None, lora_name)
+        self._announcer.expect(keys, described, own)
 
     def publish(self, events: list[Event]) -> None:
         """As the store's EventSink."""

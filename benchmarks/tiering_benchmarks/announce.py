@@ -103,8 +103,10 @@ class Ours:
         )
 
     def stored(self, prompt: Prompt) -> Sequence[Any]:
-        described = describe(self._shape, prompt.all_token_ids, prompt.block_hashes)
-        self._announcer.expect(prompt.keys, described)
+        # As many as a step computes, of a request that goes on to be changed.
+        tokens = prompt.all_token_ids[:]
+        described = describe(self._shape, tokens, prompt.block_hashes)
+        self._announcer.expect(prompt.keys, described, tokens)
         return self._told(ChunksStored(HOST, tuple(prompt.keys)))
 
     def written(self, prompt: Prompt) -> Sequence[Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,13 +34,17 @@ decode = msgspec.msgpack.Decoder(EventBatch).decode
 @dataclass(frozen=True)
 class Setting:
     """What a worker's engines are made of. `factor`: blocks in a chunk. `host_bytes` and
-    `device_bytes`: of the two caches. `options` go to `vllm.LLM`."""
+    `device_bytes`: of the two caches. `options` go to `vllm.LLM`, `tier` has further keys of the fs
+    tier. `engine` runs what `connector` makes the configuration of."""
 
     model: Path
     factor: int
     host_bytes: int
     device_bytes: int
     options: dict[str, Any]
+    tier: dict[str, Any] = field(default_factory=dict)
+    engine: type[EventEngine] = EventEngine
+    connector: Callable[..., dict[str, Any]] = connector_config
 
 
 class Worker:
@@ -61,15 +65,15 @@ class Worker:
 
     def __enter__(self) -> Self:
         setting = self._setting
-        config = connector_config(
+        config = setting.connector(
             self._folder / "tier",
             setting.host_bytes,
             blocks_per_chunk=setting.factor,
             self_describing_kv_events=True,
         )
         for tier in config["kv_connector_extra_config"]["secondary_tiers"]:
-            tier["enable_kv_events"] = True
-        self._engine = EventEngine(
+            tier |= {"enable_kv_events": True, **setting.tier}
+        self._engine = setting.engine(
             self._folder / "vllm.log",
             model=str(setting.model),
             connector=config,

@@ -79,7 +79,10 @@ class MiniVllm:
         self.listener = Listener(geometry, tiers, slots, self.clock)
         announcing = self.listener.announcing if is_listened_to else SILENCE
         engine = Engine(self.core, self.portal, announcing)
-        self.half = SchedulerHalf(engine, geometry, prompt_only, self.clock, tier_kinds, announcing)
+        self.pauses = 0
+        self.half = SchedulerHalf(
+            engine, geometry, prompt_only, self.clock, tier_kinds, announcing, self._pause
+        )
         self.devices, self.copiers, self.workers = [], [], []
         for rank in range(ranks):
             own = geometry.share_of(rank)
@@ -108,6 +111,9 @@ class MiniVllm:
         self._failed: set[str] = set()
         self._issued: set[int] = set()
         self._acknowledged: Counter[int] = Counter()
+
+    def _pause(self) -> None:
+        self.pauses += 1
 
     # What a front end does
 

@@ -72,9 +72,15 @@ class Scene:
         removals = Removals(events or NoEvents())
         engine = Engine(self.core, self.portal, removals)
         meter = TransferMeter()
-        self.half = OffloadingHalf(engine, removals, self.ledger, lookups, meter, groups)
+        self.pauses = 0
+        self.half = OffloadingHalf(
+            engine, removals, self.ledger, lookups, meter, groups, self._pause
+        )
         self.ranks = range(ranks)
         self.contexts: dict[str, Context] = {}
+
+    def _pause(self) -> None:
+        self.pauses += 1
 
     def request(self, name: str, *keys: Sequence[bytes], tiers: Any = None) -> Context:
         """Its keys, one list for each group, chunks of TOKENS tokens each."""

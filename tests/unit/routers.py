@@ -63,9 +63,11 @@ class _Noting(Announcer):
         super().__init__(*args, **more)
         self.blocks_of: dict[bytes, list[int]] = {}
 
-    def expect(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
+    def expect(
+        self, keys: Sequence[bytes], described: list[Description], tokens: list[int]
+    ) -> None:
         self.blocks_of.update(zip(keys, (integers(told.hashes) for told in described), strict=True))
-        super().expect(keys, described)
+        super().expect(keys, described, tokens)
 
 
 class Listener:

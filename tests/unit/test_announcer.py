@@ -22,6 +22,7 @@ from tiering.events import (
 )
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from tiering.events.channels import BLOCKS_IN_EVENT_MAX
 from tiering.events.descriptions import Shape, Told, describe, integers, token_ids
 from tiering.keys import chunk_key
 from tiering.testing.clocks import ManualClock
@@ -56,16 +57,18 @@ class Prompt:
     def expected_by(self, announcer: Announcer, shape: Shape, chunks: range) -> list[bytes]:
         first, stop = chunks.start * self.per_chunk, chunks.stop * self.per_chunk
         extra = None if self.extra_keys is None else self.extra_keys[first:stop]
+        tokens = self.tokens[first * BLOCK : stop * BLOCK]
         announcer.expect(
             self.keys[chunks.start : chunks.stop],
             describe(
                 shape,
-                self.tokens[first * BLOCK : stop * BLOCK],
+                tokens,
                 self.hashes[first:stop],
                 self.hashes[first - 1] if first else None,
                 self.lora_name,
                 extra,
             ),
+            tokens,
         )
         return self.keys[chunks.start : chunks.stop]
 
@@ -281,7 +284,7 @@ def test_after_a_reset_of_all_only_what_is_new_is_told_of(
     new = Prompt(list(range(16)), 1)
     masked = tuple(chunk_key(bytes([key[0] ^ 1]) + key[1:-4], 1) for key in new.keys)
     told = describe(shape, new.tokens, new.hashes)
-    announcer.expect(masked, told)
+    announcer.expect(masked, told, new.tokens)
     announcer.publish([ChunksStored(HOST, masked), ChunksStored(0, masked)])
     router.take(announcer.take())
     assert router.held(CPU) == router.held(DISK) == set(new.integers())
@@ -293,9 +296,67 @@ def test_descriptions_of_what_never_came_are_bounded() -> None:
     kept = Prompt([7] * 4, 1)
     announcer.publish([ChunksStored(HOST, tuple(kept.expected_by(announcer, shape, range(1))))])
     for seed in range(1000):
-        Prompt([seed] * 4, 1).expected_by(announcer, shape, range(1))
-    assert len(announcer._described) <= 100
-    assert kept.keys[0] in announcer._described
+        last = Prompt([seed] * 4, 1).expected_by(announcer, shape, range(1))
+    announcer.publish([ChunksStored(HOST, (kept.keys[0], *last))])
+    assert len(announcer._coming) <= 100
+    assert announcer.counters()["events_blocks_stored"] == 2
+    announcer.device_was_reset()
+    assert len(everything(announcer)) == 2, "what is there has lost its description"
+
+
+@pytest.mark.parametrize("per_chunk", [1, 4])
+def test_a_long_run_is_several_events(per_chunk: int) -> None:
+    shape, blocks = shape_of(per_chunk), 2 * BLOCKS_IN_EVENT_MAX + 8
+    announcer, prompt = announcer_of(shape), Prompt(list(range(blocks * BLOCK)), per_chunk)
+    keys = prompt.expected_by(announcer, shape, range(blocks // per_chunk))
+    announcer.publish([ChunksStored(HOST, tuple(keys))])
+    events = [event for event in announcer.take(blocks) if isinstance(event, BlockStored)]
+    assert [len(event.block_hashes) for event in events] == [512, 512, 8]
+    assert [token for event in events for token in event.token_ids] == prompt.tokens
+    parents = [event.parent_block_hash for event in events]
+    assert parents == [None, prompt.integers()[511], prompt.integers()[1023]]
+
+
+@pytest.mark.parametrize("tokens_max", [1 << 18, 5 * BLOCK, 0])
+def test_a_run_may_arrive_whole_in_parts_or_twice(
+    tokens_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.events.announcer.COMING_TOKENS_MAX", tokens_max)
+    shape, router = shape_of(1), Router()
+    announcer, prompt = announcer_of(shape), Prompt(list(range(40)), 1)
+    whole = tuple(prompt.expected_by(announcer, shape, range(4)))
+    prompt.expected_by(announcer, shape, range(4, 10))
+    # Another request's, which begins where the last one does and is shorter.
+    prompt.expected_by(announcer, shape, range(4, 6))
+    for keys in (whole, prompt.keys[7:9], prompt.keys[4:7], prompt.keys[9:], prompt.keys):
+        announcer.publish([ChunksStored(HOST, tuple(keys))])
+    events = announcer.take()
+    router.take(events)
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    told = {
+        block: event.token_ids[at * BLOCK : (at + 1) * BLOCK]
+        for event in stored
+        for at, block in enumerate(event.block_hashes)
+    }
+    assert told == {
+        block: prompt.tokens[at * BLOCK : (at + 1) * BLOCK]
+        for at, block in enumerate(prompt.integers())
+    }
+    assert len(announcer._coming) == 0
+
+
+def test_what_comes_to_host_memory_while_a_catalogue_is_asked_is_told_of_on_the_disk_too(
+    make_catalogue: Callable[[], Catalogue],
+) -> None:
+    shape, prompt, router = shape_of(1), Prompt(list(range(8)), 1), Router()
+    announcer = announcer_of(shape, make_catalogue())
+    announcer.publish([ChunksStored(0, tuple(prompt.keys))])
+    announcer.take()
+    keys = prompt.expected_by(announcer, shape, range(2))
+    announcer.publish([ChunksStored(HOST, tuple(keys))])
+    router.take(everything(announcer))
+    assert router.held(CPU) == router.held(DISK) == set(prompt.integers())
+    assert announcer.counters()["events_undescribed"] == 0
 
 
 def test_not_more_is_taken_at_once_than_asked_for() -> None:

@@ -70,6 +70,32 @@ def test_what_is_stored_and_evicted_is_told_of(heard: Heard) -> None:
     scene.assert_at_rest()
 
 
+def test_steps_that_only_wait_for_writes_pause_and_no_others_do(heard: Heard) -> None:
+    scene = Scene(slots=4, events=heard.events)
+    heard.events.bind(scene.half.name_of)
+    request = scene.request("a", keys := chain("a", 3))
+    scene.store(request, keys)
+    scene.half.end(request)
+    assert scene.half.writes_end
+    scene.half.end_step(())
+    assert scene.pauses == 1
+    other = scene.request("b", chain("b", 1))
+    scene.half.end_step(())
+    assert scene.pauses == 1, "a request would wait"
+    stored = scene.offer(other, chain("b", 1))
+    scene.half.end(other)
+    scene.half.end_step(())
+    assert scene.pauses == 1, "copies are waited for"
+    scene.fill(stored)
+    scene.half.stored(set(stored.keys), other)
+    while scene.half.writes_end:
+        scene.portal.finish_all()
+        scene.half.end_step(())
+    pauses = scene.pauses
+    scene.half.end_step(())
+    assert scene.pauses == pauses, "nothing is written any more"
+
+
 def test_after_a_reset_new_chunks_have_vllms_names_and_old_ones_are_not_told_of(
     heard: Heard,
 ) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gated import GATHER
 from mini_scenes import step_until, steps_of, stored_before
 from mini_vllm import MiniVllm
 from tiering.residency.plan import Contains, Promote
 from tiering.residency.state import SlotState
+from tiering_connectors.vllm.pauses import PAUSE_SECONDS, pause_of
 
 
 def test_a_reset_with_a_store_under_way_gives_its_slots_back() -> None:
@@ -209,6 +212,57 @@ def test_an_idle_engine_is_kept_stepping_until_every_chunk_is_given_to_the_tier(
     vllm.portal.finish_all()
     vllm.step()
     assert len(vllm.portal.stored[0]) == 8
+
+
+def test_steps_that_only_wait_for_writes_pause_and_no_others_do() -> None:
+    vllm = MiniVllm(slots=16, device_blocks=64)
+    vllm.add("a", range(32))
+    vllm.step()
+    vllm.portal.finish_all()  # The question whether the tier has it.
+    while not vllm.finished:
+        vllm.step()
+    for copier in vllm.copiers:
+        copier.run_all(GATHER)
+    vllm.step()
+    assert vllm.pauses == 0
+    for _ in range(3):
+        assert vllm.half.needs_steps
+        vllm.step()
+    assert vllm.pauses == 3
+    vllm.add("b", range(100, 108), outputs=3)
+    vllm.step()
+    vllm.step()
+    assert vllm.pauses == 3, "a request would wait"
+    for question in steps_of(vllm, Contains):
+        vllm.portal.finish(question)
+    for _ in range(4):
+        vllm.step()
+    assert len(vllm.finished) == 2
+    assert len(vllm.half._jobs) > 0
+    vllm.step()
+    assert vllm.pauses == 3, "copies are waited for"
+    for copier in vllm.copiers:
+        copier.run_all(GATHER)
+    vllm.step()
+    vllm.listener.device_was_reset()
+    vllm.step()
+    assert vllm.pauses == 3, "there was something to tell"
+    vllm.step()
+    assert vllm.pauses == 4
+    vllm.run()
+    pauses = vllm.pauses
+    assert not vllm.half.needs_steps
+    vllm.step()
+    assert vllm.pauses == pauses, "nothing is written any more"
+
+
+def test_replicas_that_step_together_do_not_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("time.sleep", naps.append)
+    pause_of(2)()
+    assert naps == []
+    pause_of(1)()
+    assert naps == [PAUSE_SECONDS]
 
 
 def test_a_request_that_may_not_read_the_cache_is_stored_all_the_same() -> None:

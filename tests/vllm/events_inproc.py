@@ -1,7 +1,8 @@
 """The engine of `inproc`, publishing KV events, and asked for what it has of a prompt.
 
 `EventEngine` is the test's half; run as a program, this file is the other one. What is held is
-looked up where it is: vLLM's block pool, the index of the host tier, the files of the fs tier.
+looked up where it is: vLLM's block pool, the index of the host tier, the files or the segments of
+the fs tier.
 No event is involved in that.
 """
 
@@ -70,32 +71,44 @@ class EventCalls(Calls):
         return list(request.block_hashes)
 
     def _held(self, hashes: list[bytes]) -> dict[str, list[bool]]:
+        group, per_chunk, keys = self._keys_of(hashes)
+        pool = self._scheduler().kv_cache_manager.block_pool
+        ready = self._half()._core.index.ready(keys)
+        stored = self._on_disk()
+
+        def by_block(chunks: list[bool]) -> list[bool]:
+            blocks = [chunk for chunk in chunks for _ in range(per_chunk)]
+            return blocks + [False] * (len(hashes) - len(blocks))
+
+        return {
+            "device": [pool.get_cached_block(h, [group]) is not None for h in hashes],
+            "host": by_block([key in ready for key in keys]),
+            "disk": by_block([key in stored for key in keys]),
+        }
+
+    def _keys_of(self, hashes: list[bytes]) -> tuple[int, int, list[bytes]]:
+        """Of the chunks with these blocks, in the layers that need all history: the KV cache group,
+        the blocks in a chunk, and under which keys the tiers have them."""
         from tiering_connectors.vllm.groups import Kind
 
         geometry = self._half()._geometry
         at, group = next((i, g) for i, g in enumerate(geometry.groups) if g.kind is Kind.FULL)
-        pool = self._scheduler().kv_cache_manager.block_pool
         keys: list[list[bytes]] = [[] for _ in geometry.groups]
         self._half()._keys.extend(keys, hashes)
-        index = self._half()._core.index
-        ready = index.ready(keys[at])
+        return group.index, group.blocks_per_chunk, keys[at]
 
-        def by_block(chunks: list[bool]) -> list[bool]:
-            blocks = [chunk for chunk in chunks for _ in range(group.blocks_per_chunk)]
-            return blocks + [False] * (len(hashes) - len(blocks))
-
-        return {
-            "device": [pool.get_cached_block(h, [group.index]) is not None for h in hashes],
-            "host": by_block([key in ready for key in keys[at]]),
-            "disk": by_block([self._is_on_disk(key) for key in keys[at]]),
-        }
-
-    def _is_on_disk(self, key: bytes) -> bool:
-        from tiering.tiers.disk.paths import place_of
+    def _on_disk(self) -> set[bytes]:
+        from tiering.keys import chunk_key
+        from tiering.tiers.upkeep.stored import stored_chunks
 
         extra = self._llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
-        roots = [Path(tier["root_dir"]) for tier in extra["secondary_tiers"]]
-        return any(next(root.glob(f"*_r0/{place_of(key)}"), None) for root in roots)
+        return {
+            chunk_key(block_hash, group.group)
+            for tier in extra["secondary_tiers"]
+            for found in stored_chunks(Path(tier["root_dir"]), [])
+            for group in found.groups.values()
+            for block_hash in group.hashes
+        }
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Protocol
 
 from tiering.clock import Clock
@@ -26,6 +26,7 @@ from tiering.events.chunks import (
     SurveyBegan,
     SurveyEnded,
 )
+from tiering.events.coming import Coming, Run
 from tiering.events.descriptions import (
     CATALOGUE_COUNTERS,
     Answer,
@@ -44,6 +45,9 @@ BLOCKS_AT_ONCE = 1024
 
 CHUNKS_AT_ONCE = 256
 """What is looked at in one call of what has been put off."""
+
+COMING_TOKENS_MAX = 1 << 18
+"""Tokens that are kept as numbers for chunks that are about to be announced."""
 
 SILENCE_SECONDS = 5.0
 """A catalogue that has not answered for so long is not waited for."""
@@ -88,7 +92,8 @@ class Announcer:
         self_describing: bool = True,
         descriptions_max: int = 1 << 16,
     ) -> None:
-        """`clock` counts from 1970. `descriptions_max`: over twice the host tier's slots."""
+        """`clock` counts from 1970. `descriptions_max`: of chunks that are expected; more than the
+        host tier has slots."""
         self._suffix = shape.suffix
         self._counters = Counters(COUNTERS)
         self._outbox = Outbox(shape, self._counters)
@@ -102,10 +107,9 @@ class Announcer:
         self._clock = clock
         # Whether `expect` is of use.
         self.describes = self_describing
-        self._descriptions_max = descriptions_max
+        self._coming = Coming(descriptions_max, COMING_TOKENS_MAX)
+        # Of those in host memory, as far as events have said.
         self._described: dict[bytes, Description] = {}
-        # In host memory as far as events have said, and expected there again.
-        self._returning: dict[bytes, None] = {}
         # There, and to be announced once they are described, by tier.
         self._wanted: dict[int, dict[bytes, None]] = {tier: {} for tier in catalogues}
         # There, and nobody could describe them.
@@ -119,14 +123,12 @@ class Announcer:
 
     # What others tell
 
-    def expect(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
-        """These chunks may come to host memory soon. Some may have just left it, which the events
-        have yet to say."""
-        host = self._holdings.get(HOST, ())
-        self._returning.update((key, None) for key in keys if key in host)
-        self._described.update(zip(keys, described, strict=True))
-        if len(self._described) > self._descriptions_max:
-            self._sweep()
+    def expect(
+        self, keys: Sequence[bytes], described: list[Description], tokens: list[int]
+    ) -> None:
+        """These chunks, which follow one another, may come to host memory soon. `described` is what
+        `describe` made of `tokens`; both lists are the announcer's from now on."""
+        self._coming.expect(Run(tuple(keys), described, tokens))
 
     def publish(self, events: list[Event]) -> None:
         for event in events:
@@ -199,36 +201,51 @@ class Announcer:
 
     def _stored(self, tier: int, keys: Sequence[bytes]) -> None:
         holdings, described = self._holdings[tier], self._described
-        keys = [key for key in keys if key.endswith(self._suffix)]
+        if not all(map(bytes.endswith, keys, repeat(self._suffix))):
+            keys = [key for key in keys if key.endswith(self._suffix)]
+        run = self._arrived(keys) if tier == HOST else None
         if self._is_cleared:
             # What is left over from before is not looked for any more.
             keys = [key for key in keys if key in described or key in holdings]
         if self._undescribed:
             self._describe_late([key for key in keys if key in self._undescribed])
-        news = holdings.add(keys)
+        news: Sequence[bytes] = holdings.add(keys)
         if tier in self._catalogues:
             keepable = [(key, told) for key in news if (told := described.get(key)) is not None]
             if keepable:
                 self._catalogues[tier].keep(keepable)
-        self._announce(tier, news)
+        if not self._held.is_alone(tier):
+            news = self._channels[tier].unknown(news)
+        if run is not None and len(news) == len(run.keys):
+            self._channels[tier].announce(news, run.described, run.tokens)
+        else:
+            self._announce(tier, news)
+
+    def _arrived(self, keys: Sequence[bytes]) -> Run | None:
+        """They have come to host memory; that they were expected as one run, if so."""
+        run = self._coming.take_run(keys)
+        if run is None:
+            self._described.update(self._coming.take(keys))
+        else:
+            self._described.update(zip(run.keys, run.described, strict=True))
+        return run
 
     def _announce(self, tier: int, keys: Sequence[bytes]) -> None:
-        """What `tier` holds, unless its medium is known to have it, as far as it is described."""
+        """What `tier` holds and its medium is not known to have, as far as it is described."""
         channel = self._channels[tier]
-        keys = [key for key in keys if key not in channel]
         if not self.describes:
             hashes = [key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES] for key in keys]
             channel.announce_bare(keys, _unmasked(b"".join(hashes), self._mask))
             return
-        told = [self._described.get(key) for key in keys]
-        if None in told:
+        told = list(map(self._described.get, keys))
+        if not all(told):
             bare = [key for key, each in zip(keys, told, strict=True) if each is None]
             if tier in self._catalogues:
                 self._wanted[tier].update(dict.fromkeys(bare))
             else:
                 self._count_undescribed(bare)
             keys = [key for key, each in zip(keys, told, strict=True) if each is not None]
-        channel.announce(keys, [each for each in told if each is not None])
+        channel.announce(keys, list(filter(None, told)))
 
     def _count_undescribed(self, keys: Sequence[bytes]) -> None:
         self._counters.add("events_undescribed", len(keys))
@@ -238,7 +255,7 @@ class Announcer:
         """Nobody could describe them before; as they come to host memory somebody may."""
         described = [(key, told) for key in keys if (told := self._described.get(key)) is not None]
         for key, _ in described:
-            del self._undescribed[key]
+            self._undescribed.pop(key, None)
         self._tell_everywhere(described)
         for tier, catalogue in self._catalogues.items():
             holdings = self._holdings[tier]
@@ -255,10 +272,7 @@ class Announcer:
         self._channels[tier].withdraw(self._held.nowhere_else(tier, keys))
         if tier == HOST:
             for key in keys:
-                if key in self._returning:
-                    del self._returning[key]
-                else:
-                    self._described.pop(key, None)
+                self._described.pop(key, None)
         if self._undescribed:
             for key in keys:
                 self._undescribed.pop(key, None)
@@ -274,8 +288,9 @@ class Announcer:
             channel.withdraw_all()
         for holdings in self._holdings.values():
             holdings.clear()
-        for some in (self._described, self._undescribed, self._returning, self._wanted):
+        for some in (self._described, self._undescribed, self._wanted):
             some.clear()
+        self._coming.clear()
         self._again.clear()
         self._catalogues.clear()
         self._is_cleared = True
@@ -302,7 +317,10 @@ class Announcer:
                         catalogue.forget(gone)
                     catalogue.suspect(self._surveyed_since[tier], answer.keys[-1])
                     continue
-                self._count_undescribed([key for key in answer.missing if key in holdings])
+                missing = [key for key in answer.missing if key in holdings]
+                # Some may have come to host memory since the question.
+                self._describe_late(missing)
+                self._count_undescribed([key for key in missing if key not in self._described])
                 self._tell_everywhere(answer.described)
 
     def _tell_everywhere(self, described: Sequence[Described]) -> None:
@@ -314,7 +332,8 @@ class Announcer:
 
     def _announce_again(self, keys: Sequence[bytes]) -> None:
         for tier, holdings in self._holdings.items():
-            self._announce(tier, [key for key in keys if key in holdings])
+            held = [key for key in keys if key in holdings]
+            self._announce(tier, self._channels[tier].unknown(held))
 
     def _ask(self) -> None:
         """The catalogues, for as many as can be published soon."""
@@ -326,18 +345,6 @@ class Announcer:
                     self._asked_at[tier] = self._clock.now()
                     for key in keys:
                         del wanted[key]
-
-    def _sweep(self) -> None:
-        """Drop descriptions of what never came, the oldest first; those of the chunks that are
-        there stay."""
-        host = self._holdings.get(HOST, ())
-        spare = len(self._described) - self._descriptions_max * 3 // 4
-        for key in list(self._described):
-            if spare <= 0:
-                break
-            if key not in host:
-                del self._described[key]
-                spare -= 1
 
     def __repr__(self) -> str:
         told = ", ".join(f"{len(each)} in {each.medium.name}" for each in self._all_channels)

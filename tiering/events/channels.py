@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from tiering.events.blocks import HASH_BYTES, BlockEvent, BlockRemoved, BlockStored, blocks_in
@@ -23,6 +24,8 @@ from tiering.events.descriptions import (
 from tiering.metrics import Counters
 
 BLOCKS_IN_EVENT_MAX = 512
+
+_hashes_of, _tokens_of = attrgetter("hashes"), attrgetter("tokens")
 
 COUNTERS = ("events_blocks_stored", "events_blocks_removed")
 
@@ -52,33 +55,35 @@ class Outbox:
         self._events.clear()
         self.blocks = 0
 
-    def stored(self, medium: Medium, chunks: Sequence[Description]) -> None:
-        """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`."""
+    def stored(
+        self, medium: Medium, chunks: list[Description], tokens: list[int] | None = None
+    ) -> None:
+        """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`.
+        `tokens`: of all of them as numbers, given for whole chunks that follow one another."""
         most = max(1, BLOCKS_IN_EVENT_MAX // self._shape.blocks_per_chunk)
         start = 0
         while start < len(chunks):
-            first, stop = chunks[start], start + 1
-            end = first.hashes[-HASH_BYTES:]
-            if first.extra_keys is None:
-                while stop < len(chunks) and stop - start < most:
-                    told = chunks[stop]
-                    if (
-                        told.parent != end
-                        or told.extra_keys is not None
-                        or told.lora_name != first.lora_name
-                    ):
-                        break
-                    end = told.hashes[-HASH_BYTES:]
-                    stop += 1
-            self._stored(medium, first, chunks[start:stop], end)
+            first = chunks[start]
+            if first.extra_keys is not None:
+                stop = start + 1
+            elif tokens is not None:
+                stop = min(start + most, len(chunks))
+            else:
+                stop = _end_of_run(chunks, start, most)
+            if tokens is not None and stop - start == len(chunks):
+                own = tokens
+            elif tokens is None:
+                own = token_ids(b"".join(map(_tokens_of, chunks[start:stop])))
+            else:
+                size = len(tokens) // len(chunks)
+                own = tokens[start * size : stop * size]
+            self._stored(medium, chunks[start:stop], own)
             start = stop
 
-    def _stored(
-        self, medium: Medium, first: Description, run: Sequence[Description], end: bytes
-    ) -> None:
+    def _stored(self, medium: Medium, run: list[Description], tokens: list[int]) -> None:
         """One event, or more of the last one."""
-        blocks = integers(b"".join([told.hashes for told in run]))
-        tokens = token_ids(b"".join([told.tokens for told in run]))
+        first, end = run[0], run[-1].hashes[-HASH_BYTES:]
+        blocks = integers(b"".join(map(_hashes_of, run)))
         self._counters.add("events_blocks_stored", len(blocks))
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
@@ -187,18 +192,28 @@ class Channel:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def announce(self, keys: Sequence[bytes], described: Sequence[Description]) -> None:
-        """The chunks are there, and were not announced."""
+    def unknown(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Which of `keys` are not announced."""
+        announced = self._announced
+        if announced.keys().isdisjoint(keys):
+            return keys
+        return [key for key in keys if key not in announced]
+
+    def announce(
+        self,
+        keys: Sequence[bytes],
+        described: list[Description],
+        tokens: list[int] | None = None,
+    ) -> None:
+        """The chunks are there, and were not announced. `tokens`: of all of them, as numbers, where
+        they follow one another and that is known."""
         if self._shares_blocks:
-            described = [
-                fresh
-                for key, told in zip(keys, described, strict=True)
-                if (fresh := self._unshared(key, told)) is not None
-            ]
+            fresh = [self._unshared(key, told) for key, told in zip(keys, described, strict=True)]
+            if fresh != described:
+                described, tokens = list(filter(None, fresh)), None
         else:
-            for key, told in zip(keys, described, strict=True):
-                self._announced[key] = told.hashes
-        self._outbox.stored(self.medium, described)
+            self._announced.update(zip(keys, map(_hashes_of, described), strict=True))
+        self._outbox.stored(self.medium, described, tokens)
 
     def announce_bare(self, keys: Sequence[bytes], hashes: bytes) -> None:
         """The same without anything but the hash of each one's last block, HASH_BYTES each."""
@@ -259,6 +274,20 @@ class Channel:
             if other != key:
                 most = max(most, _common_blocks(self._announced[other], hashes))
         return most
+
+
+def _end_of_run(chunks: Sequence[Description], start: int, most: int) -> int:
+    """Where the chunks end that one event can tell of together with that at `start`, which has no
+    extra keys: those that follow one another, at most so many."""
+    first, stop = chunks[start], start + 1
+    end = first.hashes[-HASH_BYTES:]
+    while stop < len(chunks) and stop - start < most:
+        told = chunks[stop]
+        if told.parent != end or told.extra_keys is not None or told.lora_name != first.lora_name:
+            break
+        end = told.hashes[-HASH_BYTES:]
+        stop += 1
+    return stop
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:

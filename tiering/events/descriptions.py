@@ -9,8 +9,10 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from tiering.keys import GROUP_BYTES
 
 TOKEN_BYTES = 4
 _UINT32 = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+_last_bytes = itemgetter(slice(-HASH_BYTES, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +97,28 @@ def describe(
     packed = array(_UINT32, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    rows = packed.tobytes()
-    short = [block_hash[-HASH_BYTES:] for block_hash in hashes]
+    short = list(map(_last_bytes, hashes))
     parent = b"" if parent_hash is None else parent_hash[-HASH_BYTES:]
-    row_bytes = shape.block_tokens * per_chunk * TOKEN_BYTES
-    described = []
-    for at in range(len(hashes) // per_chunk):
-        blocks = slice(at * per_chunk, (at + 1) * per_chunk)
-        own = short[at] if per_chunk == 1 else b"".join(short[blocks])
-        extra = None if extra_keys is None else list(extra_keys[blocks])
-        row = rows[at * row_bytes : (at + 1) * row_bytes]
-        described.append(Description(own, parent, row, lora_name, extra))
-        parent = own[-HASH_BYTES:]
-    return described
+    return list(
+        map(
+            Description,
+            short if per_chunk == 1 else _cut(b"".join(short), per_chunk * HASH_BYTES),
+            [parent, *short[per_chunk - 1 :: per_chunk]],
+            _cut(packed.tobytes(), shape.block_tokens * per_chunk * TOKEN_BYTES),
+            repeat(lora_name),
+            repeat(None) if extra_keys is None else _split(list(extra_keys), per_chunk),
+        )
+    )
+
+
+def _split(items: list[Any], size: int) -> Iterator[list[Any]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _cut(rows: bytes, size: int) -> Iterator[bytes]:
+    """The whole ones of `size` bytes each."""
+    whole = memoryview(rows)[: len(rows) - len(rows) % size]
+    return chain.from_iterable(struct.iter_unpack(f"{size}s", whole))
 
 
 def integers(hashes: bytes) -> list[int]:

@@ -8,16 +8,18 @@ with the number of chunks, but for a survey that was broken off.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 
 class Holdings:
     """Of one tier."""
 
     def __init__(self) -> None:
-        self._fresh: dict[bytes, None] = {}
+        # Values are the same object for all that came at once, and mean nothing else.
+        self._fresh: dict[bytes, object] = {}
         # From before the survey under way, or, if none is, before the last one, which has not met
         # them.
-        self._older: dict[bytes, None] = {}
+        self._older: dict[bytes, object] = {}
         self._is_surveyed = False
 
     def __len__(self) -> int:
@@ -29,18 +31,17 @@ class Holdings:
     def keys(self) -> list[bytes]:
         return [*self._fresh, *self._older]
 
-    def add(self, keys: Iterable[bytes]) -> list[bytes]:
+    def add(self, keys: Sequence[bytes]) -> list[bytes]:
         """They are there; those of which that is news."""
         fresh, older = self._fresh, self._older
-        news = []
-        for key in keys:
-            if key in fresh:
-                continue
-            fresh[key] = None
-            if key not in older:
-                news.append(key)
-            else:
-                del older[key]
+        before, now = len(fresh), object()
+        since = list(map(fresh.setdefault, keys, repeat(now)))
+        news = list(keys)
+        if len(fresh) - before < len(keys):
+            added = zip(keys, since, strict=True)
+            news = list(dict.fromkeys(key for key, at in added if at is now))
+        if older:
+            return [key for key in news if older.pop(key, None) is None]
         return news
 
     def discard(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -95,6 +96,10 @@ class HeldSomewhere:
             tier: [self.holdings[at] for at in places if at != tier and places[at] == place]
             for tier, place in places.items()
         }
+
+    def is_alone(self, tier: int) -> bool:
+        """Whether no other tier is in its place."""
+        return not self._others[tier]
 
     def nowhere_else(self, tier: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Those of `keys` that are in no other tier of the same place."""

@@ -148,7 +148,7 @@ class Announcing(Silence):
                 )
             return
         keys = tracked.keys[self._position][chunks.start : chunks.stop]
-        self._announcer.expect(keys, described)
+        self._announcer.expect(keys, described, tokens)
 
     def _extra_keys(self, request: Request, blocks: range) -> list[Any] | None:
         """What else than tokens the hashes of `blocks` are made of, one item a block."""

@@ -49,6 +49,7 @@ from tiering_connectors.vllm.opening import (
 )
 from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.params import kinds_of
+from tiering_connectors.vllm.pauses import pause_of
 from tiering_connectors.vllm.plugin import register
 from tiering_connectors.vllm.scheduler import SchedulerHalf
 from tiering_connectors.vllm.versions import tells_failed_loads, warn_untested
@@ -149,6 +150,7 @@ class TieredConnector(KVConnectorBase_V1):
             MonotonicClock(),
             kinds_of(self._config),
             announcing,
+            pause_of(self._vllm_config.parallel_config.data_parallel_size),
         )
         self._growth = Growth(
             opened.tiers,

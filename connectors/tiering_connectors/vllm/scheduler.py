@@ -23,6 +23,7 @@ from tiering_connectors.vllm.jobs import Job, JobBook
 from tiering_connectors.vllm.meter import TransferMeter, host_now
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 from tiering_connectors.vllm.params import RequestLimits, TierKind
+from tiering_connectors.vllm.pauses import Pause, take_pause
 from tiering_connectors.vllm.storing import NULL_BLOCK, Storer
 from tiering_connectors.vllm.tracked import KeyMaker, Stores, Tracked
 from tiering_connectors.vllm.versions import block_tables
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 class SchedulerHalf:
     """One for each engine (for each data-parallel replica). `tiers`: what a request may choose
     the secondary tiers by. `meter` is told of copies and lookups, `announcing` of what may come to
-    the tiers."""
+    the tiers. `pause` is what a step does that has nothing else to do."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class SchedulerHalf:
         clock: Clock,
         tiers: Sequence[TierKind] = (),
         announcing: Silence = SILENCE,
+        pause: Pause = take_pause,
     ) -> None:
         self.meter = TransferMeter()
+        self._pause = pause
         self._clock = clock
         self._engine = engine
         self._core = engine.core
@@ -156,6 +159,8 @@ class SchedulerHalf:
     def plan_step(self, output: SchedulerOutput) -> StepOrders:
         """This step's orders to the workers."""
         self._announcing.look_for_device_reset()
+        if self._only_waits_for_writes:
+            self._pause()
         self._engine.pump()
         step, self._step = self._step, StepOrders()
         scheduled = output.num_scheduled_tokens
@@ -263,6 +268,12 @@ class SchedulerHalf:
             return True
         announcing = self._announcing
         return announcing.needs_steps or (announcing.is_heard and self._core.writes_end)
+
+    @property
+    def _only_waits_for_writes(self) -> bool:
+        """Whether no request, no copy and no event is there that should not wait."""
+        is_busy = self._requests or len(self._jobs) or self._announcing.needs_steps
+        return not is_busy and self._core.writes_end
 
     def _forget(self, owner: str) -> None:
         del self._requests[owner]

@@ -22,6 +22,7 @@ from tiering_connectors.vllm.meter import TransferMeter
 from tiering_connectors.vllm.offloading.ledger import Ledger
 from tiering_connectors.vllm.offloading.lookups import Lookups, Request
 from tiering_connectors.vllm.offloading.rows import Rows
+from tiering_connectors.vllm.pauses import Pause, take_pause
 
 _EPOCH_BYTES = 16
 _LOAD_OWNER = "\0load "
@@ -77,7 +78,8 @@ class Removals:
 
 class OffloadingHalf:
     """One for each engine. `removals` is the sink of `engine`; `groups` are the KV cache groups
-    that vLLM offloads, by its own index."""
+    that vLLM offloads, by its own index. `pause` is what a step does that has nothing else to
+    do."""
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class OffloadingHalf:
         lookups: Lookups,
         meter: TransferMeter,
         groups: Sequence[int],
+        pause: Pause = take_pause,
     ) -> None:
+        self._pause = pause
         self._engine = engine
         self._removals = removals
         self._meter = meter
@@ -212,6 +216,8 @@ class OffloadingHalf:
 
     def end_step(self, started: Iterable[str]) -> None:
         """vLLM has scheduled a step, in which the requests `started` begin to be computed."""
+        if self._only_waits_for_writes:
+            self._pause()
         self._engine.pump()
         self._bury()
         for owner in started:
@@ -230,6 +236,12 @@ class OffloadingHalf:
     def writes_end(self) -> bool:
         """Whether chunks are under way to the tiers, and will soon have come."""
         return self._core.writes_end
+
+    @property
+    def _only_waits_for_writes(self) -> bool:
+        """Whether no request and no copy is there that should not wait."""
+        copies = self._filling or self._loads or self._orphans or self._orphan_loads
+        return not (self._requests or copies) and self._core.writes_end
 
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""

@@ -58,6 +58,7 @@ from tiering_connectors.vllm.opening import (
     name_of_region,
     open_region,
 )
+from tiering_connectors.vllm.pauses import pause_of
 
 log = logging.getLogger("tiering")
 
@@ -132,6 +133,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             Lookups(core, len(opened.tiers), clock, settings.load_deadline_seconds),
             meter,
             [group.group_id for group in self.config.groups],
+            pause_of(self.config.parallel.data_parallel_size),
         )
         if events is not None:
             events.bind(half.name_of)
