@@ -59,8 +59,8 @@ def open_side(name: str, bucket: Bucket) -> Side:
         version(package)
     except PackageNotFoundError:
         raise SideMissing(f"{package} is not installed; pip install {package}") from None
-    sides: dict[str, Callable[[Bucket], Side]] = {OURS: Ours, OBSTORE: Obstore, BOTO3: Boto3}
-    return sides[name](bucket)
+    kinds: dict[str, Callable[[Bucket], Side]] = {OURS: Ours, OBSTORE: Obstore, BOTO3: Boto3}
+    return kinds[name](bucket)
 
 
 class _Looped:
