@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiering.broadcast import Broadcast
     from tiering.config import (
+        BucketConfig,
         ConnectorConfig,
         EngineConfig,
         FsTierConfig,
+        ObjTierConfig,
         StoreConfig,
         UserTierConfig,
     )
@@ -39,6 +41,7 @@ TiB = 1 << 40
 
 __all__ = [
     "Broadcast",
+    "BucketConfig",
     "ClosedError",
     "ConfigError",
     "ConnectorConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "KVLayout",
     "KiB",
     "MiB",
+    "ObjTierConfig",
     "RegionError",
     "StoreConfig",
     "TiB",
@@ -64,9 +68,11 @@ __all__ = [
 _HOMES = {
     "tiering.broadcast": ("Broadcast",),
     "tiering.config": (
+        "BucketConfig",
         "ConnectorConfig",
         "EngineConfig",
         "FsTierConfig",
+        "ObjTierConfig",
         "StoreConfig",
         "UserTierConfig",
     ),

@@ -32,7 +32,27 @@ class RegionError(TieringError):
 
 
 class CopyError(TieringError):
-    """A copy between device and host memory failed."""
+    """A copy between device and host memory failed; `slots` are the host tier's rows in it."""
+
+    def __init__(self, reason: str, slots: tuple[int, ...] = ()) -> None:
+        super().__init__(reason)
+        self.slots = slots
+
+
+class DeviceLostError(CopyError):
+    """The device takes no copies, now or any more. What is wrong with it was told once."""
+
+
+class DeviceCallError(TieringError):
+    """A call of a device's driver failed: which, with what code. After a sticky failure every
+    other call in this process fails, too."""
+
+    def __init__(self, call: str, code: int, reason: str, is_sticky: bool = False) -> None:
+        super().__init__(f"{call} failed with {reason} ({code})")
+        self.call = call
+        self.code = code
+        self.reason = reason
+        self.is_sticky = is_sticky
 
 
 class ClosedError(TieringError):

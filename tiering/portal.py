@@ -1,8 +1,8 @@
 """The only bridge between the core, which is synchronous, and the loop that does the I/O.
 
 `submit(steps)` and `drain() -> news`, batches of plain data, never waiting. `LoopPortal`
-works inside the caller's own loop, `ThreadPortal` runs a loop in a thread of its own. Nothing
-else crosses, so the loop could as well be in another process.
+works inside the caller's own loop, `ThreadPortal` runs a loop in a thread of its own; for one in a
+process of its own see `tiering.process.portal`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,48 @@ class Portal(Protocol):
     """What the core's owner sees of it. One thread submits and drains."""
 
     def submit(self, steps: Sequence[Step]) -> None:
-        """Have `steps` carried out; returns at once."""
+        """Have `steps` carried out; returns at once. ClosedError if nothing can be now: then
+        none of them was taken."""
         ...
 
     def drain(self) -> list[News]:
         """What has come back since the last call, oldest first; returns at once."""
+        ...
+
+
+class TierView(Protocol):
+    """What is told of a tier, wherever it is."""
+
+    @property
+    def name(self) -> str:
+        """See Tier."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """See Tier; never waits."""
+        ...
+
+
+class OwnLoopPortal(Portal, Protocol):
+    """A portal that has a loop of its own, from `start` to `close`."""
+
+    @property
+    def tiers(self) -> Sequence[TierView]:
+        """The tiers behind it, once it was started."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often the loop was started again because it had ended by itself."""
+        ...
+
+    def start(self) -> None:
+        """Open the tiers; raises what they raise. Blocks until they are open."""
+        ...
+
+    def close(self, drain_seconds: float) -> bool:
+        """Give what is under way `drain_seconds` to end, then close the tiers. False if the loop
+        hangs in a tier even so: then it is left behind, and the host tier must stay mapped."""
         ...
 
 
@@ -86,11 +123,14 @@ class ThreadPortal:
     """For a caller without a loop: the loop runs in a daemon thread, from `start` to `close`.
 
     Whatever number of steps is submitted at once, the loop is woken once; news is collected
-    without waking anybody. The thread never holds up the end of the process.
+    without waking anybody. The thread never holds up the end of the process. A bug that ends the
+    loop ends it for good.
     """
 
+    restarts = 0
+
     def __init__(self, tiers: Sequence[Tier], row: Callable[[int], memoryview]) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._row = row
         self._steps: deque[Step] = deque()
         self._news: deque[News] = deque()
@@ -104,7 +144,6 @@ class ThreadPortal:
         self._thread = threading.Thread(target=self._run, name="tiering-loop", daemon=True)
 
     def start(self) -> None:
-        """Open the tiers; raises what they raise. Blocks until they are open."""
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
@@ -128,8 +167,6 @@ class ThreadPortal:
         return news
 
     def close(self, drain_seconds: float) -> bool:
-        """Give what is under way `drain_seconds` to end, then close the tiers. False if the loop
-        hangs in a tier even so: then it is left behind, and the host tier must stay mapped."""
         if self._loop is None or not self._thread.is_alive():
             return True
         self._drain_seconds = drain_seconds
@@ -149,7 +186,7 @@ class ThreadPortal:
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()
-        async with Transfers(self._tiers, self._row, self._news.append) as transfers:
+        async with Transfers(self.tiers, self._row, self._news.append) as transfers:
             self._transfers = transfers
             self._loop = asyncio.get_running_loop()
             self._started.set()

@@ -10,15 +10,27 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tiering.clock import Clock, MonotonicClock, UnixClock
-from tiering.config import EngineConfig, FsTierConfig, PressureConfig, TierConfig, UserTierConfig
-from tiering.device.base import DeviceCopier, HostPages
+from tiering.config import (
+    EngineConfig,
+    FsTierConfig,
+    ObjTierConfig,
+    PressureConfig,
+    TierConfig,
+    UserTierConfig,
+)
+from tiering.device.base import DeviceCopier, DevicePages, HostPages
+from tiering.device.cuda import CudaCopier
+from tiering.device.futures import Watcher
 from tiering.device.host import HostCopier
+from tiering.device.pinned import pin
+from tiering.device.runtime import DeviceRuntime, KernelUse
 from tiering.errors import ConfigError
 from tiering.events import HOST
 from tiering.events.blocks import MEDIUM_CPU, MEDIUM_STORAGE
@@ -34,24 +46,33 @@ from tiering.tiers.disk.catalogue import Catalogue, catalogue_path
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
+from tiering.tiers.obj.parts import ObjLimits
+from tiering.tiers.obj.s3 import S3Store
+from tiering.tiers.obj.tier import ObjTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
 from tiering.tiers.wrappers.metered import MeteredTier
 from tiering.tiers.wrappers.pressure import PressureLimits, PressureTier
 from tiering.tiers.wrappers.striped import StripedTier
-from tiering_kernels.chunkio import EngineUnavailable
+from tiering_kernels.chunkio import HEADER_BYTES, EngineUnavailable
 from tiering_kernels.engines import open_engine
 
 __all__ = [
     "announced_tiers",
     "build_catalogues",
     "build_core",
+    "build_device_copier",
     "build_host_copier",
     "build_tiers",
     "media_of",
 ]
 
 Made = TypeVar("Made")
+
+_STORE_SECONDS = 60.0
+"""How long a call that stores chunks in a bucket may take."""
+
+_SPARE_SECONDS = 5.0
 
 
 def build_core(
@@ -98,7 +119,8 @@ def build_tiers(config: EngineConfig, namespace: Namespace, chunk_bytes: int) ->
     tiers: list[Tier] = []
     for at, tier in enumerate(config.secondary_tiers):
         where = f"secondary_tiers[{at}]"
-        built = _build_tier(tier, config.pressure_on(tier), where, namespace, chunk_bytes)
+        inner = _build_inner(tier, config.load_deadline_seconds, where, namespace, chunk_bytes)
+        built = _guarded(inner, tier, config.pressure_on(tier), config.load_deadline_seconds)
         tiers.append(MeteredTier(built, chunk_bytes, clock))
     for name, count in Counter(tier.name for tier in tiers).items():
         if count > 1:
@@ -135,24 +157,32 @@ def build_catalogues(config: EngineConfig, namespace: Namespace) -> dict[int, Ca
     }
 
 
-def _build_tier(
+def _build_inner(
+    config: TierConfig, deadline_seconds: float, where: str, namespace: Namespace, chunk_bytes: int
+) -> list[Tier]:
+    """What a tier consists of: its roots, or one thing."""
+    if isinstance(config, UserTierConfig):
+        return [_build_users(config, where, namespace, chunk_bytes)]
+    if isinstance(config, ObjTierConfig):
+        return [_build_bucket(config, deadline_seconds, where, namespace, chunk_bytes)]
+    return [_build_root(config, Path(root), where, namespace, chunk_bytes) for root in config.roots]
+
+
+def _guarded(
+    inner: list[Tier],
     config: TierConfig,
     pressure: PressureConfig | None,
-    where: str,
-    namespace: Namespace,
-    chunk_bytes: int,
+    deadline_seconds: float,
 ) -> Tier:
     """Each root guarded by itself, so that a sick one is out alone; several are striped over."""
-    if isinstance(config, UserTierConfig):
-        inner = [_build_users(config, where, namespace, chunk_bytes)]
-    else:
-        inner = [
-            _build_root(config, Path(root), where, namespace, chunk_bytes) for root in config.roots
-        ]
     clock = MonotonicClock()
     if pressure is not None:
         limits = _limits_of(pressure, config)
         inner = [PressureTier(tier, clock, limits) for tier in inner]
+    if isinstance(config, ObjTierConfig):
+        # It has deadlines of its own, and a large batch over a slow line is no stall.
+        stall_seconds = max(deadline_seconds, _STORE_SECONDS) + _SPARE_SECONDS
+        return GuardedTier(inner[0], clock, stall_seconds=stall_seconds)
     roots = [GuardedTier(tier, clock) for tier in inner]
     return roots[0] if len(roots) == 1 else StripedTier(roots, clock)
 
@@ -255,7 +285,70 @@ def _build_root(
     )
 
 
+def _build_bucket(
+    config: ObjTierConfig,
+    deadline_seconds: float,
+    where: str,
+    namespace: Namespace,
+    chunk_bytes: int,
+) -> Tier:
+    need = HEADER_BYTES + chunk_bytes
+    if config.max_bytes is not None and config.max_bytes < need:
+        raise ConfigError(
+            f"{where}.max_bytes",
+            config.max_bytes,
+            f"is less than one chunk of {need} bytes",
+            f"write at least {need}, and better a thousand times that",
+        )
+    bucket = config.store_config.bucket
+    store = S3Store(
+        config.store_config,
+        where=f"{where}.store_config",
+        prefix=f"{config.prefix}/" if config.prefix else "",
+    )
+    return ObjTier(
+        f"obj:{bucket}/{config.prefix}" if config.prefix else f"obj:{bucket}",
+        store,
+        config.prefix,
+        namespace,
+        chunk_bytes,
+        limits=ObjLimits(
+            requests_max=config.io_threads,
+            load_deadline_seconds=deadline_seconds,
+            store_deadline_seconds=_STORE_SECONDS,
+            max_bytes=config.max_bytes,
+        ),
+        where=where,
+    )
+
+
 def build_host_copier(groups: Sequence[HostPages], share: npt.NDArray[np.uint8]) -> DeviceCopier:
     """Copies between host arrays, by KV cache group, and a rank's share of the host tier (uint8,
     `(rows, share_bytes)`)."""
     return HostCopier(groups, share)
+
+
+def build_device_copier(
+    runtime: DeviceRuntime,
+    groups: Sequence[DevicePages],
+    memory: npt.NDArray[np.uint8],
+    share: npt.NDArray[np.uint8],
+    server_stream: Callable[[], int],
+    kernel: KernelUse | None = None,
+) -> DeviceCopier:
+    """Copies between a device's memory, by KV cache group, and a rank's `share` of the host tier's
+    `memory`, which is pinned first: about 0.1 seconds a GiB. `server_stream` is asked at each copy
+    on which stream the server computes. DeviceCallError."""
+    with _watchers_lock:
+        watcher = _watchers.setdefault(runtime, Watcher(runtime))
+    pinned = pin(runtime, memory)
+    try:
+        return CudaCopier(runtime, watcher, groups, share, pinned, server_stream, kernel)
+    except BaseException:
+        pinned.close()
+        raise
+
+
+# One for each device that this process copies from and to.
+_watchers: dict[DeviceRuntime, Watcher] = {}
+_watchers_lock = Lock()

@@ -14,9 +14,20 @@ from types import FrameType
 from typing import NoReturn
 
 from tiering.errors import TieringError
-from tiering_benchmarks import announce, control, demo, index, models, peers, serve, tiers
+from tiering_benchmarks import (
+    announce,
+    control,
+    demo,
+    device,
+    index,
+    loop,
+    models,
+    peers,
+    serve,
+    tiers,
+)
 
-COMMANDS = (announce, control, demo, index, models, peers, serve, tiers)
+COMMANDS = (announce, control, demo, device, index, loop, models, peers, serve, tiers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

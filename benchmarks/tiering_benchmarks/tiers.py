@@ -23,6 +23,7 @@ from pathlib import Path
 import orjson
 
 from tiering.errors import ConfigError
+from tiering_benchmarks import objects
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.tiers_report import Sized
 from tiering_benchmarks.tiers_run import (
@@ -36,6 +37,7 @@ from tiering_benchmarks.tiers_run import (
 )
 from tiering_benchmarks.tiers_sides import FIO, SIDES, VLLM, open_side
 
+SIZES, BYTES = "64KiB,256KiB,1MiB,4MiB", "512MiB"
 _FREE_FACTOR = 3
 # As the engine hands them out: not more than 64 chunks to a step.
 BATCH_BYTES, BATCH_MIN, BATCH_MAX = 16 << 20, 4, 64
@@ -161,6 +163,19 @@ def _names(text: str) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.tier == "obj":
+        with own_directory(Path(args.dir or os.getcwd()), 0) as directory:
+            try:
+                return objects.run(args, directory)
+            except WrongAnswer as error:
+                print(f"tiering-bench: {error}", file=sys.stderr)
+                return 1
+    return _run_disks(args)
+
+
+def _run_disks(args: argparse.Namespace) -> int:
+    args.sizes, args.bytes = args.sizes or SIZES, args.bytes or BYTES
+    args.sides = args.sides or ",".join(SIDES)
     plans, names = _plans(args), _names(args.sides)
     need_bytes = max(needed_bytes(plan, names) for plan in plans)
     with own_directory(Path(args.dir or os.getcwd()), need_bytes) as directory:
@@ -201,11 +216,17 @@ def _run(args: argparse.Namespace) -> int:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `tiering-bench tiers` to the command line."""
     parser = commands.add_parser(
-        "tiers", help="speed and CPU time of the disk tiers, against fio and vLLM's fs tier"
+        "tiers",
+        help="speed and CPU time of the disk tiers, against fio and vLLM's fs tier, or of the "
+        "object tier's client, against obstore and boto3",
     )
+    parser.add_argument("--tier", choices=("disk", "obj"), default="disk", help="which kind")
     parser.add_argument("--dir", help="write under a fresh directory in this one; default: here")
-    parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB", help="of a chunk")
-    parser.add_argument("--bytes", default="512MiB", help="most that a pass of a side moves")
+    parser.add_argument("--sizes", help=f"of a chunk; default: {SIZES}, of obj {objects.SIZES}")
+    parser.add_argument(
+        "--bytes",
+        help=f"most that a pass of a side moves; default: {BYTES}, of obj {objects.BYTES}",
+    )
     parser.add_argument(
         "--batch",
         type=int,
@@ -213,6 +234,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--jobs", type=int, default=4, help="batches under way at once")
     parser.add_argument("--repeats", type=int, default=5, help="of each thing")
-    parser.add_argument("--sides", default=",".join(SIDES), help="which to measure")
+    parser.add_argument("--sides", help="which to measure; default: all")
+    parser.add_argument("--concurrent", default="1,16", help="of obj: requests at once")
+    parser.add_argument("--endpoint", help="of obj: a server; default: rclone, started for this")
+    parser.add_argument("--bucket", default="bench", help="of obj: one of that server, to write to")
+    parser.add_argument("--region", default="us-east-1", help="of obj: of that bucket")
     parser.add_argument("--json", metavar="FILE", help="write the raw figures there, too")
     parser.set_defaults(run=_run)

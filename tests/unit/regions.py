@@ -21,7 +21,7 @@ SECONDS = 60.0  # far above what any wait here takes
 # Opens the region as one rank, says so, and obeys what it is told on standard input. With `at`,
 # the `call`-th call of a function first (or afterwards) kills the process, or holds it.
 CHILD = """
-import importlib, json, logging, os, signal, sys
+import importlib, json, logging, os, signal, sys, threading
 from pathlib import Path
 from tiering.layout import RowLayout
 from tiering.tiers import host, hostfile
@@ -42,14 +42,16 @@ def stop():
 if args["at"]:
     owner = Path if args["at"][0] == "Path" else importlib.import_module(args["at"][0])
     _, function, call, when = args["at"]
-    real, calls = getattr(owner, function), 0
+    real, calls, counting = getattr(owner, function), 0, threading.Lock()
     def patched(*given, **named):
         global calls
-        calls += 1
-        if calls == call and when == "before":
+        with counting:
+            calls += 1
+            number = calls
+        if number == call and when == "before":
             stop()
         result = real(*given, **named)
-        if calls == call and when == "after":
+        if number == call and when == "after":
             stop()
         return result
     setattr(owner, function, patched)

@@ -80,6 +80,9 @@ BAD_CONNECTOR = {
     "canonical layout": (
         connector(canonical_layout=True), "canonical_layout", "True", "not offered", "leave it out",
     ),
+    "another loop": (
+        connector(loop="fork"), "loop", "'fork'", "'thread' or 'process'", '"process"',
+    ),
     "events as text": (
         connector(self_describing_kv_events="yes"),
         "self_describing_kv_events", "'yes'", "true or false", "true",
@@ -171,10 +174,6 @@ BAD_CONNECTOR = {
     "tier without type": (
         connector(secondary_tiers=[{"root_dir": "/mnt/kv"}]),
         "secondary_tiers[0].type", "(absent)", "required", "'fs'",
-    ),
-    "tier of another type": (
-        connector(secondary_tiers=[{"type": "obj", "store_config": {}}]),
-        "secondary_tiers[0].type", "'obj'", "not in this version: no object store", "mounted",
     ),
     "peers": (
         connector(secondary_tiers=[{"type": "p2p", "port": 5710}]),
@@ -272,6 +271,10 @@ BAD_STORE = {
     "no layout": ({"cpu_bytes_to_use": GIB}, "layout", "(absent)", "required", '"kv_heads": 8'),
     "layout as text": (
         {"cpu_bytes_to_use": GIB, "layout": "x"}, "layout", "'x'", "an object", '"kv_heads": 8',
+    ),
+    "a loop": (
+        {"cpu_bytes_to_use": GIB, "layout": LAYOUT, "loop": "process"},
+        "loop", "'process'", "not a key", "the program's own loop",
     ),
     "layer count as text": (
         {"cpu_bytes_to_use": GIB, "layout": {**LAYOUT, "layers": "2"}},
@@ -426,11 +429,11 @@ def test_settings_do_not_change() -> None:
 
 
 def test_another_kind_of_tier_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ObjTierConfig(tiers.TierSettings):
-        type: Literal["obj"] = "obj"
-        bucket: str
+    class TapeTierConfig(tiers.TierSettings):
+        type: Literal["tape"] = "tape"
+        reel: str
 
-    AnyTier = Annotated[FsTierConfig | ObjTierConfig, BeforeValidator(tiers._tier)]
+    AnyTier = Annotated[FsTierConfig | TapeTierConfig, BeforeValidator(tiers._tier)]
 
     class Engine(EngineConfig):
         secondary_tiers: Annotated[tuple[AnyTier, ...], BeforeValidator(fields.listed)]
@@ -439,16 +442,16 @@ def test_another_kind_of_tier_is_a_class_and_an_entry(monkeypatch: pytest.Monkey
         def _roots_differ(self) -> Self:
             return self
 
-    monkeypatch.setitem(tiers.TIER_TYPES, "obj", ObjTierConfig)  # type: ignore[arg-type]
+    monkeypatch.setitem(tiers.TIER_TYPES, "tape", TapeTierConfig)  # type: ignore[arg-type]
     engine = parse(
-        Engine, {"cpu_bytes_to_use": 1, "secondary_tiers": [FS, {"type": "obj", "bucket": "kv"}]}
+        Engine, {"cpu_bytes_to_use": 1, "secondary_tiers": [FS, {"type": "tape", "reel": "kv"}]}
     )
-    assert engine.secondary_tiers == (FsTierConfig(root_dir="/mnt/kv"), ObjTierConfig(bucket="kv"))
-    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.buckt = .* write bucket if"):
+    assert engine.secondary_tiers == (FsTierConfig(root_dir="/mnt/kv"), TapeTierConfig(reel="kv"))
+    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.rel = .* write reel if"):
         parse(
             Engine,
             {
                 "cpu_bytes_to_use": 1,
-                "secondary_tiers": [FS, {"type": "obj", "bucket": "kv", "buckt": 1}],
+                "secondary_tiers": [FS, {"type": "tape", "reel": "kv", "rel": 1}],
             },
         )

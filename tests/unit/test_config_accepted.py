@@ -22,6 +22,7 @@ from tiering.config import (
     parse,
     settings,
 )
+from tiering.config.given import as_given
 from tiering.errors import ConfigError
 
 GIB = 1 << 30
@@ -210,7 +211,9 @@ connector_configs = st.fixed_dictionaries(
         "store_threshold": st.integers(0, 9),
         "max_tracker_size": st.integers(1, 1 << 30),
         "self_describing_kv_events": st.booleans(),
+        "kernel_below_bytes": st.integers(0, 1 << 30),
         "canonical_layout": st.just(False),
+        "loop": st.sampled_from(["thread", "process"]),
         "spec_name": st.sampled_from([None, "TieringOffloadingSpec", "TieredOffloadingSpec"]),
         "spec_module_path": st.sampled_from([None, "my_package.my_module"]),
         "load_deadline_seconds": st.floats(0, 86400, exclude_min=True),
@@ -229,6 +232,7 @@ def test_what_is_accepted_stays_as_it_was_given(data: dict[str, object]) -> None
     assert given_again == data
     whole = config.model_dump(mode="json")
     assert parse(ConnectorConfig, whole) == config
+    assert parse(ConnectorConfig, json.dumps(as_given(config))) == config
     assert len({path for path, _, _ in effective(config)}) == len(effective(config))
 
 

@@ -13,9 +13,11 @@ from pydantic import BaseModel
 
 from tiering.config import (
     EXTRA_CONFIG,
+    BucketConfig,
     ConnectorConfig,
     EngineConfig,
     FsTierConfig,
+    ObjTierConfig,
     PressureConfig,
     StoreConfig,
     UserTierConfig,
@@ -32,6 +34,8 @@ ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE)
 KINDS: dict[str, type[BaseModel]] = {
     "connector": ConnectorConfig,
     "fs": FsTierConfig,
+    "obj": ObjTierConfig,
+    "bucket": BucketConfig,
     "user": UserTierConfig,
     "pressure": PressureConfig,
     "store": StoreConfig,
@@ -72,6 +76,8 @@ def test_every_key_has_an_example() -> None:
     in_store = set(StoreConfig.model_fields) - set(ConnectorConfig.model_fields)
     assert shown["connector"] == set(ConnectorConfig.model_fields)
     assert shown["fs"] == set(FsTierConfig.model_fields)
+    assert shown["obj"] == set(ObjTierConfig.model_fields)
+    assert shown["bucket"] == set(BucketConfig.model_fields)
     assert shown["user"] == set(UserTierConfig.model_fields) | {"path"}
     assert shown["pressure"] == set(PressureConfig.model_fields)
     assert shown["store"] >= in_store
@@ -91,13 +97,17 @@ def test_every_key_is_in_a_table_with_its_default(model_class: type[BaseModel]) 
         "cache_policy_module_path": "none",
         "spec_name": "none",
         "spec_module_path": "none",
+        "access_key": "AWS's chain",
+        "secret_key": "AWS's chain",
+        "session_token": "AWS's chain",
         "high_water_s": "0.01, REMOTE 0.05",
         "low_water_s": "a fifth of `high_water_s`",
         "backpressure": "off" if issubclass(model_class, EngineConfig) else "the engine's",
     }
     for name, field in model_class.model_fields.items():
-        default = "required" if field.is_required() or name == "type" else written(field.default)
-        assert (name, in_words.get(name, default)) in ROWS
+        default = "required" if field.is_required() or name == "type" else None
+        told = in_words.get(name) or default or written(field.default)
+        assert (name, told) in ROWS
 
 
 def test_the_layout_is_in_a_table() -> None:
@@ -119,12 +129,12 @@ def test_the_python_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_key_of_vllms_is_told_and_is_as_it_is_told() -> None:
     assert sorted(VLLMS) == sorted(VLLMS_KEYS)
-    models = (ConnectorConfig, FsTierConfig, UserTierConfig)
+    models = (ConnectorConfig, FsTierConfig, ObjTierConfig, UserTierConfig)
     ours = {name for model in models for name in model.model_fields}
     ours |= {field.name for field in fields(RequestLimits)} | {"kv_load_tiers"}
     for key, told in VLLMS.items():
         assert (key in ours) == (not re.match("with `|refused", told)), key
-    for kind in re.findall(r"`(\w+)`", VLLMS["type"])[1:]:
+    for kind in re.findall(r"`(\w+)`", VLLMS["type"])[2:]:
         entries = [{"type": kind, "store_config": {}, "prefix": "", "host": "", "port": 1}]
         with pytest.raises(ConfigError, match=rf"^secondary_tiers\[0\].type = '{kind}'"):
             parse(ConnectorConfig, {"cpu_bytes_to_use": 1, "secondary_tiers": entries})

@@ -9,13 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cuda_scene import Scene
 from gated import GATHER, SCATTER, GatedCopier
+from tiering.clock import MonotonicClock
 from tiering.device.base import HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ConfigError, CopyError
 from tiering.keys import chunk_key
 from tiering.layout import ShareLayout
 from tiering.testing.clocks import ManualClock
+from tiering.testing.fakecuda import COMPUTE
+from tiering_connectors.vllm.offloading import copies as copies_module
 from tiering_connectors.vllm.offloading.copies import RankCopies
 from tiering_connectors.vllm.offloading.ledger import NOTE_BYTES, Ledger, Told, slots_in
 from tiering_connectors.vllm.offloading.rows import Rows
@@ -214,6 +218,31 @@ def test_waiting_is_for_the_jobs_that_are_named() -> None:
     assert copier.waits == 0
     copies.wait({1})
     assert [job.job_id for job in copies.take_ended()] == [1]
+
+
+def test_a_store_that_hangs_is_given_up_and_its_rows_are_not_whole_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copies_module, "WAIT_SECONDS", 0.02)
+    scene = Scene()
+    memory = np.zeros((SLOTS + NOTE_BYTES // ROW + 1, ROW), np.uint8)
+    ledger = Ledger(memory, 1, 1)
+    share = scene.share[:, :256]
+    copies = RankCopies(scene.copier, ledger, 0, share, [128], 2, MonotonicClock())
+    scene.cuda.stall(COMPUTE)
+    copies.store(1, device(([3, 4], 0)), rows([0]))
+    copies.wait({1})
+    copies.wait({1})
+    assert copies.take_ended() == []
+    scene.cuda.go_on(COMPUTE)
+    scene.cuda.wait_until(lambda: scene.cuda.given(scene.stores, "record") == 1)
+    scene.cuda.run_all()
+    monkeypatch.setattr(copies_module, "WAIT_SECONDS", 30)
+    while not copies.take_ended():
+        scene.cuda.run_all()
+    assert ledger.have_ended([0]).all()
+    assert not ledger.are_whole([0]).any()
+    scene.end()
 
 
 def test_a_store_of_nothing_and_a_load_of_nothing_end_at_once() -> None:

@@ -177,6 +177,30 @@ def test_a_view_outlives_close_and_keeps_the_region_alive(tmp_path: Path) -> Non
     assert sweep(tmp_path) == [NAME]
 
 
+def test_who_is_handed_its_descriptor_has_the_same_region_and_its_lock(tmp_path: Path) -> None:
+    first = open_here(tmp_path)
+    first.rows_view()[:] = 3
+    with Region.adopt(first.descriptor(), first.path) as second:
+        assert second.geometry == first.geometry
+        second.row(1)[:] = bytes([7]) * PAGE
+        assert (first.row(0)[0], first.row(1)[0], first.row(2)[0]) == (3, 7, 3)
+        first.close()
+        with pytest.raises(ClosedError):
+            first.descriptor()
+        assert sweep(tmp_path) == [], "it lives on"
+        assert second.row(1)[0] == 7
+    assert sweep(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize("content", [b"", b"KVTIER", bytes(2 * PAGE)])
+def test_what_is_no_region_is_not_adopted(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other").write_bytes(content)
+    descriptor = os.open(tmp_path / "other", os.O_RDWR)
+    with pytest.raises(RegionError, match="another version of kv-tiering"):
+        Region.adopt(descriptor, tmp_path / "other")
+    os.close(descriptor)  # It is still the caller's.
+
+
 def test_unlink_removes_no_other_region_of_that_name(tmp_path: Path) -> None:
     with open_here(tmp_path) as region:
         region.unlink()

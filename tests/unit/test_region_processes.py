@@ -228,7 +228,7 @@ def test_only_an_empty_file_is_built_and_only_a_finished_one_joined(
             lambda fd, kind: (lock_is_free or kind == fcntl.LOCK_SH) and real(fd, kind),
         )
         geometry = Geometry(PAGE, 3, 4, 1000, 4)
-        claimed = hostfile._claim(file.fileno(), path, geometry, CAPACITY)
+        claimed = hostfile._claim(file.fileno(), path, geometry, CAPACITY, ())
         size = os.fstat(file.fileno()).st_size
 
     builds = lock_is_free and named and not content

@@ -28,7 +28,9 @@ from tiering.testing.clocks import ManualClock
 
 pytestmark = pytest.mark.slow
 
-SLOTS, TIERS, OWNERS = 5, 2, 4
+SLOTS, TIERS, OWNERS = 5, 3, 4
+PEERS = 1
+"""The tier that is of peers, between two that hold chunks by themselves."""
 
 
 def chain_of(name: str, count: int, group: int = 0) -> list[bytes]:
@@ -69,7 +71,7 @@ class Core(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.core = Residency(SLOTS, TIERS, LruPolicy(SLOTS), self.clock, 10.0)
+        self.core = Residency(SLOTS, TIERS, LruPolicy(SLOTS), self.clock, 10.0, peers=[PEERS])
         self.open: set[str] = set()
         self.holds: dict[str, list[bytes]] = {}
         self.claims: dict[str, list[tuple[int, bytes]]] = {}
@@ -85,6 +87,7 @@ class Core(RuleBasedStateMachine):
                 writing = {key for s in self.steps if isinstance(s, Cascade) for key in s.keys}
                 assert not writing.intersection(step.keys)
             else:
+                assert step.tier != PEERS or (isinstance(step, Contains | Promote) and step.peer)
                 self.steps.append(step)
 
     def begin(self, owner: str) -> None:
@@ -143,7 +146,12 @@ class Core(RuleBasedStateMachine):
             state = index.slots.states[index.lookup([key])[0]]
             return Place.READY if state == SlotState.READY else Place.FILLING
         place = Place.ABSENT
-        for tier, known in enumerate(self.core._known):
+        for tier in range(TIERS):
+            known = self.core._finder.known(tier, request)
+            if known is None:
+                assert tier == PEERS
+                assert not request.peers
+                continue
             if request.tiers is not None and tier not in request.tiers:
                 continue
             if key not in request.absent[tier]:
@@ -157,6 +165,11 @@ class Core(RuleBasedStateMachine):
     def restrict(self, owner: str, tiers: frozenset[int]) -> None:
         self.begin(owner)
         self.core.restrict(owner, tiers)
+
+    @rule(owner=owners, peer=st.sampled_from([b"p", b"q"]), has_all=st.booleans())
+    def name_peer(self, owner: str, peer: bytes, has_all: bool) -> None:
+        self.begin(owner)
+        self.core.name_peer(owner, PEERS, peer, has_all=has_all)
 
     @rule(owner=owners, keys=chains)
     def copy_at_once(self, owner: str, keys: list[bytes]) -> None:

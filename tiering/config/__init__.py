@@ -1,12 +1,13 @@
 """Settings as plain data: what each key means, and what is refused before anything starts.
 
-`settings` has the models of an engine, `tiers` those of its tiers, `pressure` and `fields` what
-they share;
+`settings` has the models of an engine, `tiers` and `obj` those of its tiers, `anytier`, `pressure`
+and `fields` what they share;
 `problems` turns whatever is wrong into one ConfigError that a user can act on. Reads no file, no
 clock and no environment.
 """
 
 from tiering.config.fields import EXTRA_CONFIG
+from tiering.config.obj import BucketConfig, ObjTierConfig
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import load_json
 from tiering.config.settings import (
@@ -21,9 +22,11 @@ from tiering.config.tiers import FsTierConfig, TierConfig, UserTierConfig
 
 __all__ = [
     "EXTRA_CONFIG",
+    "BucketConfig",
     "ConnectorConfig",
     "EngineConfig",
     "FsTierConfig",
+    "ObjTierConfig",
     "PressureConfig",
     "Setting",
     "StoreConfig",

@@ -47,6 +47,7 @@ _REASONS = {
 _FOREIGN = {
     "cpu_bytes_to_use_per_rank": "write cpu_bytes_to_use, the total over all workers",
     "module_path": "leave it out: a tier of this type is built in",
+    "loop": "leave it out: a program's store uses the program's own loop, and a tier the engine's",
 }
 _NAMES_MAX = 8
 

@@ -19,11 +19,14 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    SecretStr,
     ValidationError,
     model_validator,
 )
 
+from tiering.config.anytier import TierSettings
 from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
+from tiering.config.obj import told_secret
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import (
     as_object,
@@ -33,12 +36,13 @@ from tiering.config.problems import (
     refused,
     without_secrets,
 )
-from tiering.config.tiers import TierConfig, TierSettings, UserTierConfig, owner_in_tier
+from tiering.config.tiers import TierConfig, UserTierConfig, owner_in_tier
 from tiering.errors import ConfigError
 from tiering.layout import DTYPE_BYTES, KVLayout, RowLayout
 from tiering.policy.registry import place_of, policy_names
 
 _TOKENS_MAX = 1 << 24
+_KERNEL_BYTES_MAX = 1 << 30
 _LAYERS_MAX = 1 << 16
 _KEYS_MAX = 1 << 30
 
@@ -208,6 +212,20 @@ class ConnectorConfig(EngineConfig):
         description="Let KV events carry the blocks, tokens and parents of chunks, which a "
         "router needs to use them. Without it they are placeholders.",
         examples=[True],
+    )
+    loop: Literal["thread", "process"] = Field(
+        default="thread",
+        description="Where the secondary tiers' I/O is driven from: a thread of the process that "
+        "vLLM's scheduler is in, or a process beside it, which is started again if it dies.",
+        examples=["process"],
+    )
+    kernel_below_bytes: int = Field(
+        default=28 << 10,
+        ge=0,
+        le=_KERNEL_BYTES_MAX,
+        description="On a CUDA device: loads of smaller fragments than this, on average, are made "
+        "by a kernel instead of the copy engines. 0 uses none.",
+        examples=[16384],
     )
     canonical_layout: bool = Field(
         default=False,
@@ -391,7 +409,8 @@ def effective(model: BaseModel, prefix: str = "") -> list[Setting]:
                 settings += effective(entry, f"{path}[{at}].")
         else:
             was_set = name in model.model_fields_set
-            settings.append(Setting(path, value, "set" if was_set else "default"))
+            shown = told_secret(value) if isinstance(value, SecretStr) else value
+            settings.append(Setting(path, shown, "set" if was_set else "default"))
     if isinstance(model, UserTierConfig):
         own = model.own_keys.items()
         settings += [Setting(prefix + key, without_secrets(key, each), "set") for key, each in own]

@@ -14,47 +14,13 @@ from pydantic import (
     model_validator,
 )
 
-from tiering.config.fields import BYTES_MAX, EventMedium, Locality, Roots, Settings, Text
+from tiering.config.anytier import TierSettings
+from tiering.config.fields import BYTES_MAX, Roots, Settings, Text
+from tiering.config.obj import BucketConfig, ObjTierConfig
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import ABSENT, nearest, refused, without_secrets
 
 _EXAMPLE = '{"type": "fs", "root_dir": "/mnt/kv_cache"}'
-
-
-class TierSettings(Settings):
-    """The keys that every kind of tier has, and what the engine does about them."""
-
-    type: str
-    enable_kv_events: bool = Field(
-        default=False,
-        description="Publish KV events of what is stored here and what is gone, if vLLM publishes "
-        "any (--kv-events-config).",
-        examples=[True],
-    )
-    locality: Locality | None = Field(
-        default=None,
-        description="Whether the storage is LOCAL to this server or REMOTE: what the request "
-        "parameter kv_load_tiers is compared with, and what events say. Dynamo 1.6 drops events "
-        "that say REMOTE.",
-        examples=["LOCAL"],
-    )
-    event_medium: EventMedium | None = Field(
-        default=None,
-        description="What KV events call the medium. Left out, STORAGE, the only name of these "
-        "that Dynamo 1.6 takes.",
-        examples=["FS"],
-    )
-    backpressure: PressureConfig | None = Field(
-        default=None,
-        description="Give this tier less to write while it is slow. Keys that are left out are "
-        "taken from backpressure of the engine, if it has one; {} is the defaults.",
-        examples=[{"high_water_s": 0.05}],
-    )
-
-    @property
-    def roots(self) -> tuple[str, ...]:
-        """The directories that it keeps chunks in and shares with no other tier."""
-        return ()
 
 
 class FsTierConfig(TierSettings):
@@ -206,7 +172,13 @@ class UserTierConfig(TierSettings):
 
 
 # The kinds of secondary tier, by `type`. A new kind is a line here and a name in the union below.
-TIER_TYPES: Mapping[str, type[Settings]] = {"fs": FsTierConfig}
+TIER_TYPES: Mapping[str, type[Settings]] = {"fs": FsTierConfig, "obj": ObjTierConfig}
+
+# The models of keys that are objects.
+_NESTED: Mapping[int | str, type[Settings]] = {
+    "backpressure": PressureConfig,
+    "store_config": BucketConfig,
+}
 
 # Those of vLLM that are not among them: why, and what to do instead.
 _NOT_HERE = {
@@ -217,10 +189,6 @@ _NOT_HERE = {
     "kvcr": (
         "needs a package that this engine does not drive",
         "write a tier of your own around it and name its module in module_path",
-    ),
-    "obj": (
-        "is not in this version: no object store yet",
-        'write "fs" with the bucket mounted as root_dir, or name a tier of your own in module_path',
     ),
     "p2p": (
         "is not in this version: engines do not send one another chunks yet",
@@ -255,7 +223,7 @@ def tier_class(entry: Mapping[str, Any]) -> type[Settings]:
 
 def owner_in_tier(entry: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
     """The model that has, or lacks, the key at the end of `path` in an entry."""
-    return PressureConfig if path[0] == "backpressure" and len(path) > 1 else tier_class(entry)
+    return (_NESTED.get(path[0]) if len(path) > 1 else None) or tier_class(entry)
 
 
 def _tier(entry: object) -> object:
@@ -267,4 +235,4 @@ def _tier(entry: object) -> object:
     return tier_class(entry).model_validate(dict(entry))
 
 
-TierConfig = Annotated[FsTierConfig | UserTierConfig, BeforeValidator(_tier)]
+TierConfig = Annotated[FsTierConfig | ObjTierConfig | UserTierConfig, BeforeValidator(_tier)]

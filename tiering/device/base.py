@@ -57,6 +57,38 @@ class HostPages:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """One layer's pages in device memory: that of block b is `page_bytes` at
+    `address + b * stride`, of `blocks` blocks. Sizes in bytes, the address the device's own."""
+
+    address: int
+    stride: int
+    page_bytes: int
+    blocks: int
+
+    @property
+    def end(self) -> int:
+        """The address behind the last page."""
+        return self.address + (self.blocks - 1) * self.stride + self.page_bytes
+
+
+@dataclass(frozen=True)
+class DevicePages:
+    """One KV cache group's blocks in device memory: `pages[l]` is its layer l, and `layout` how
+    they lie in a share. ValueError where these do not fit."""
+
+    pages: Sequence[PageRun]
+    layout: ShareLayout
+
+    def __post_init__(self) -> None:
+        widths = tuple(layer.page_bytes for layer in self.pages)
+        if widths != self.layout.page_bytes:
+            raise ValueError(
+                f"pages of {widths} bytes, but the layout has {self.layout.page_bytes}"
+            )
+
+
 class DeviceCopier(ABC):
     """Copies whole blocks, every layer of them, for one rank.
 

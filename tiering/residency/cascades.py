@@ -45,7 +45,7 @@ class CascadeBook:
     def __init__(
         self,
         index: HostIndex,
-        known: Sequence[KnownKeys],
+        known: Mapping[int, KnownKeys],
         counters: Counters,
         next_id: Callable[[], int],
         pinned_max: int,
@@ -60,13 +60,14 @@ class CascadeBook:
         self._clock = clock
         self._silence_seconds_max = silence_seconds_max
         self._moved_at = clock.now()
-        self._waiting: list[dict[bytes, None]] = [{} for _ in known]
+        # By tier, as the rest of these.
+        self._waiting: dict[int, dict[bytes, None]] = {tier: {} for tier in known}
         self._out: dict[int, Cascade] = {}
         # By how many steps at once: a chunk stored anew after a reset or a drop is written again
         # while its old write is still under way.
-        self._flying: list[Counter[bytes]] = [Counter() for _ in known]
+        self._flying: dict[int, Counter[bytes]] = {tier: Counter() for tier in known}
         # Bounded by the slots there are: what was evicted from them cannot be offered.
-        self._untaken: list[dict[bytes, None]] = [{} for _ in known]
+        self._untaken: dict[int, dict[bytes, None]] = {tier: {} for tier in known}
 
     @property
     def steps_out(self) -> int:
@@ -75,7 +76,7 @@ class CascadeBook:
     @property
     def waiting(self) -> int:
         """Chunks that no step has been made for yet, over all tiers."""
-        return sum(map(len, self._waiting))
+        return sum(map(len, self._waiting.values()))
 
     @property
     def under_way(self) -> int:
@@ -110,13 +111,19 @@ class CascadeBook:
 
     def unwritten(self) -> list[bytes]:
         """The keys that a tier is still to be given, once for each tier."""
-        return [key for waiting in self._waiting for key in waiting]
+        return [key for waiting in self._waiting.values() for key in waiting]
+
+    def nowhere_else(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of `keys` that no tier is known to hold."""
+        for known in self._known.values():
+            keys = known.unknown(keys)
+        return keys
 
     def want(self, keys: Sequence[bytes], slots: SlotArray) -> list[Cascade]:
         """`keys` became readable in `slots`: to every tier not known to hold them."""
         self._moved_at = self._clock.now()
         steps: list[Cascade] = []
-        for tier, known in enumerate(self._known):
+        for tier, known in self._known.items():
             is_new = ~known.holds(keys)
             wanted = select(keys, is_new)
             if not self._waiting[tier] and len(wanted) <= self._room:
@@ -130,7 +137,7 @@ class CascadeBook:
         """`keys` were used: those that a tier did not take when they were offered are offered
         again, as long as they are in the host tier."""
         found = False
-        for tier, untaken in enumerate(self._untaken):
+        for tier, untaken in self._untaken.items():
             again = [key for key in keys if key in untaken] if untaken else []
             if not again:
                 continue
@@ -180,14 +187,14 @@ class CascadeBook:
     def clear(self) -> None:
         """Nothing waits any more; what is under way keeps its pins until its outcome."""
         self._counters.add("cascades_skipped", self.waiting)
-        for keys in (*self._waiting, *self._untaken):
+        for keys in (*self._waiting.values(), *self._untaken.values()):
             keys.clear()
 
     @property
     def _unsettled(self) -> Iterator[Mapping[bytes, object]]:
         """What waits and what is being written, for each tier."""
-        yield from self._waiting
-        yield from self._flying
+        yield from self._waiting.values()
+        yield from self._flying.values()
 
     @property
     def _room(self) -> int:
@@ -203,7 +210,7 @@ class CascadeBook:
     def _issue(self) -> list[Cascade]:
         """Steps for what waits, as far as there is room."""
         steps: list[Cascade] = []
-        for tier, waiting in enumerate(self._waiting):
+        for tier, waiting in self._waiting.items():
             while waiting and (room := self._room) > 0:
                 batch = KeyBatch(islice(waiting, room))
                 for key in batch:

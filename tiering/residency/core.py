@@ -23,9 +23,9 @@ from tiering.residency.budget import LoadBudget
 from tiering.residency.cascades import CascadeBook
 from tiering.residency.drops import DropBook
 from tiering.residency.finder import Finder
-from tiering.residency.holds import Holds, Request
+from tiering.residency.holds import Holds, Peer, Request
 from tiering.residency.index import HostIndex
-from tiering.residency.known import KnownKeys
+from tiering.residency.known import Everything, KnownKeys
 from tiering.residency.plan import Found, News, Outcome, Step
 from tiering.residency.promotions import PromotionBook
 from tiering.residency.questions import QuestionBook
@@ -56,7 +56,8 @@ class Residency:
 
     Requests are named by any string; `open` one before it matches with an owner, holds or
     reserves, and `close` it when it ends, in whatever state. What the tiers in `surveyed` hold is
-    told of in events from the start on; of the others, what comes and goes.
+    told of in events from the start on; of the others, what comes and goes. Those in `peers` hold
+    nothing by themselves: a request may have chunks from the one that it names there.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Residency:
         load_deadline_seconds: float,
         admission: AdmissionPolicy | None = None,
         surveyed: Collection[int] = (),
+        peers: Collection[int] = (),
     ) -> None:
         self._events: list[Event] = []
         self.index = HostIndex(slot_count, policy, self._events)
@@ -75,11 +77,9 @@ class Residency:
         self.counters = Counters(COUNTERS)
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
         self._admission = admission or AdmitAll()
-        self._known = [KnownKeys() for _ in range(tiers)]
-        self._finder = Finder(self.index, self._known, self._holds)
-        self._questions = QuestionBook(
-            self._finder, self._holds, self._known, self.counters, self._step_id
-        )
+        self._known = {tier: KnownKeys() for tier in range(tiers) if tier not in peers}
+        self._finder = Finder(self.index, tiers, self._known, self._holds)
+        self._questions = QuestionBook(self._finder, self._holds, self.counters, self._step_id)
         self._promotions = PromotionBook(
             self.index, self._holds, self._known, self.counters, self._step_id
         )
@@ -125,6 +125,13 @@ class Residency:
     def restrict(self, owner: str, tiers: frozenset[int]) -> None:
         """From now on the request may have chunks from these secondary tiers only, or from none."""
         self._holds[owner].tiers = tiers
+
+    def name_peer(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
+        """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
+        is not asked whether it holds them, and must say so when it does not."""
+        if tier in self._known:
+            raise AssertionError(f"tier {tier} is not one of peers")
+        self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
 
     # Loads
 
@@ -244,8 +251,7 @@ class Residency:
         as there is room. Room is never made by giving up an ancestor that is nowhere else, nor
         the head of the chain: half of the host tier may hold it, the rest lets its tail through.
         `keep_unwritten`: nor by giving up what waits to be written to a tier. What the admission
-        policy does not want is skipped.
-        """
+        policy does not want is skipped."""
         request, keys = self._holds[owner], KeyBatch.of(keys)
         self._report(request, keys)
         self._touches.note(request, keys)
@@ -276,10 +282,7 @@ class Residency:
         half = len(self.index.slots) // 2
         spared = keys
         if half < len(keys):
-            nowhere_else: Sequence[bytes] = KeyBatch(keys[half:])
-            for known in self._known:
-                nowhere_else = known.unknown(nowhere_else)
-            spared = [*keys[:half], *nowhere_else]
+            spared = [*keys[:half], *self._cascades.nowhere_else(KeyBatch(keys[half:]))]
         if keep_unwritten and (unwritten := self._cascades.unwritten()):
             spared = [*dict.fromkeys([*spared, *unwritten])]
         return spared
@@ -311,16 +314,13 @@ class Residency:
     def reset(self) -> None:
         """Forget everything: the host tier is empty, nothing is known of the others, and what
         is under way will not surface. Holds are given back, but for those that were claimed."""
-        for owner in self._holds.owners():
-            if not self._holds[owner].is_claimed:
-                self._holds.release(owner)
-            self._holds[owner].absent.clear()
+        self._holds.forget()
         self.changes += 1
         self.index.clear()
         self._events.append(ChunksCleared())
         self._cascades.clear()
         self._touches.clear()
-        for known in self._known:
+        for known in self._known.values():
             known.clear()
 
     # Steps and outcomes
@@ -391,8 +391,6 @@ class Residency:
                 self._events.append(ChunksRemoved(each.tier, each.keys))
             self.changes += 1
 
-    # Parts of the above
-
     def _settle(self, outcome: Outcome) -> None:
         if self._cascades.is_mine(outcome.id):
             stored, steps = self._cascades.settle(outcome)
@@ -437,7 +435,8 @@ class Residency:
         self._touches.note_all(request, keys)
         left = self._holds.seconds_left(request)
         for tier, wanted, into in self._finder.sources(missing, taken, request):
-            self._steps.append(self._promotions.start(tier, wanted, into, left))
+            peer = request.peer_at(tier)
+            self._steps.append(self._promotions.start(tier, wanted, into, left, peer))
 
     def _step_id(self) -> int:
         self._ids += 1

@@ -3,7 +3,7 @@ rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tiering.events import ChunksRemoved
 from tiering.metrics import Counters
@@ -15,7 +15,7 @@ class DropBook:
     """One for each core."""
 
     def __init__(
-        self, known: Sequence[KnownKeys], counters: Counters, next_id: Callable[[], int]
+        self, known: Mapping[int, KnownKeys], counters: Counters, next_id: Callable[[], int]
     ) -> None:
         self._known = known
         self._counters = counters
@@ -31,7 +31,7 @@ class DropBook:
 
     def drop(self, keys: Sequence[bytes]) -> list[Drop]:
         """Remove `keys` from every tier."""
-        steps = [Drop(self._next_id(), tier, tuple(keys)) for tier in range(len(self._known))]
+        steps = [Drop(self._next_id(), tier, tuple(keys)) for tier in self._known]
         for step in steps:
             self._known[step.tier].discard(keys)
             self._out[step.id] = step

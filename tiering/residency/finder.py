@@ -7,7 +7,7 @@ the core; same owner, same rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -16,7 +16,7 @@ import numpy as np
 from tiering.residency.answers import Match, Place
 from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
-from tiering.residency.known import KnownKeys
+from tiering.residency.known import Holdings, KnownKeys
 from tiering.residency.state import SlotArray
 from tiering_kernels.keytable import KeyBatch, select
 
@@ -43,10 +43,13 @@ class Found:
 
 
 class Finder:
-    """One for each core."""
+    """One for each core over `tiers` secondary tiers; those that are not in `known` are peers'."""
 
-    def __init__(self, index: HostIndex, known: Sequence[KnownKeys], holds: Holds) -> None:
+    def __init__(
+        self, index: HostIndex, tiers: int, known: Mapping[int, KnownKeys], holds: Holds
+    ) -> None:
         self._index = index
+        self._tiers = tiers
         self._known = known
         self._holds = holds
 
@@ -105,11 +108,20 @@ class Finder:
         if keys:
             raise AssertionError(f"nothing to promote {keys[0].hex()} from")
 
-    def _offering(self, request: Request | None) -> Iterator[tuple[int, KnownKeys]]:
+    def known(self, tier: int, request: Request | None) -> Holdings | None:
+        """What `tier` is known to hold for `request`; None where it names no peer there."""
+        if (known := self._known.get(tier)) is not None:
+            return known
+        peer = request.peers.get(tier) if request is not None else None
+        return peer.known if peer is not None else None
+
+    def _offering(self, request: Request | None) -> Iterator[tuple[int, Holdings]]:
         """The tiers that `request` may have chunks from, in order of preference."""
-        for tier, known in enumerate(self._known):
+        for tier in range(self._tiers):
             if request is None or request.tiers is None or tier in request.tiers:
-                yield tier, known
+                known = self.known(tier, request)
+                if known is not None:
+                    yield tier, known
 
     def _look_beyond(
         self, keys: Sequence[bytes], places: bytearray, request: Request | None

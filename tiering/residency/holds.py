@@ -15,20 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from tiering.clock import Clock
+from tiering.residency.known import Holdings
 from tiering.residency.state import PinKind, SlotArray, Slots, SlotState
+
+
+@dataclass(slots=True)
+class Peer:
+    """Whom a request may have chunks from, and what of them it knows him to hold."""
+
+    name: bytes
+    known: Holdings
 
 
 @dataclass(slots=True)
 class Request:
     """`access` is its number for the policy; `absent` holds by tier the keys that it may not ask
     for again; `tiers` are the secondary tiers that it may load from, or None for all of them;
-    `reported` are the keys that the admission policy was told of; `chains` has the longest prefix
-    that it has used, by KV cache group; `deadline` is set from its first question to its
-    release."""
+    `peers` has by tier whom it named; `reported` are the keys that the admission policy was told
+    of; `chains` has the longest prefix that it has used, by KV cache group; `deadline` is set from
+    its first question to its release."""
 
     access: int
     absent: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     tiers: frozenset[int] | None = None
+    peers: dict[int, Peer] = field(default_factory=dict)
     reported: set[bytes] = field(default_factory=set)
     chains: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
     asks_out: int = 0
@@ -38,6 +48,10 @@ class Request:
     is_counted: bool = False
     keys: Sequence[bytes] = ()
     slots: SlotArray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def peer_at(self, tier: int) -> bytes:
+        """Whom the request named for `tier`: empty where the tier is no peers'."""
+        return self.peers[tier].name if tier in self.peers else b""
 
 
 class Holds:
@@ -129,6 +143,14 @@ class Holds:
         if not end:
             self._waiting.discard(owner)
         self._slots.unpin(gone, PinKind.LOAD)
+
+    def forget(self) -> None:
+        """Give back every hold that is not claimed, and what requests have learned of tiers."""
+        for owner, request in self._requests.items():
+            if not request.is_claimed:
+                self.release(owner)
+            request.absent.clear()
+            request.peers.clear()
 
     @property
     def slots_waited_for(self) -> int:

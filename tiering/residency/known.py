@@ -3,13 +3,14 @@
 A key is in the set because the tier said so or because we stored it there; it leaves when the tier
 says otherwise. The set never decides that bytes are right: a read does. When it is full, the keys
 that were confirmed longest ago are forgotten, a batch at a time, which costs one question when
-they are next wanted.
+they are next wanted. What a peer holds is known for one request, and as long as that lasts.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,37 @@ from tiering_kernels.keytable import ABSENT, KeyBatch, open_table, select
 KNOWN_KEYS_MAX = 1_000_000
 
 
+class Holdings(Protocol):
+    """What somebody is believed to hold, as a search needs it."""
+
+    def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Of each key, whether it is in the set."""
+        ...
+
+    def mark(self, keys: Sequence[bytes], marks: bytearray, found: int, missing: int) -> None:
+        """See KeyTable.mark."""
+        ...
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """They are."""
+        ...
+
+
+class Everything:
+    """Holdings of a peer that is taken at its word: it has all that it is asked for."""
+
+    def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        return np.ones(len(keys), np.bool_)
+
+    def mark(self, keys: Sequence[bytes], marks: bytearray, found: int, missing: int) -> None:
+        marks[:] = marks.translate(bytes(max(mark, found) for mark in range(256)))
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Nothing to add."""
+
+
 class KnownKeys:
-    """Owned by the core; one for each secondary tier."""
+    """Owned by the core; one for each secondary tier, and one for each request and its peer."""
 
     def __init__(self, keys_max: int = KNOWN_KEYS_MAX) -> None:
         self._keys_max = keys_max

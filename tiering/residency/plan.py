@@ -30,16 +30,18 @@ class Verdict(enum.IntEnum):
 
 
 class Contains(msgspec.Struct, frozen=True, tag="contains"):
-    """Ask tier `tier` which of `keys` it holds. Verdicts: HIT, MISS, BUSY, FAILED, LATE."""
+    """Ask tier `tier` which of `keys` it holds. Verdicts: HIT, MISS, BUSY, FAILED, LATE. `peer`
+    names whom to ask, where `tier` is one of peers."""
 
     id: int
     tier: int
     keys: tuple[bytes, ...]
     deadline_seconds: float
+    peer: bytes = b""
 
 
 class Promote(msgspec.Struct, frozen=True, tag="promote"):
-    """Read `keys` from `tier` into the host tier's `slots`.
+    """Read `keys` from `tier` into the host tier's `slots`; from `peer`, as in `Contains`.
 
     Verdicts: HIT, MISS, BUSY, FAILED, DAMAGED. If `deadline_seconds` pass first, an outcome with
     LATE for each key comes with `final=False`; the slots may still be written to until the
@@ -51,6 +53,7 @@ class Promote(msgspec.Struct, frozen=True, tag="promote"):
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
     deadline_seconds: float
+    peer: bytes = b""
 
 
 class Cascade(msgspec.Struct, frozen=True, tag="cascade"):

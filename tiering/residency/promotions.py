@@ -7,7 +7,7 @@ stays with the reader until the step's final outcome. Part of the core; same own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
 from tiering.events import ChunksRemoved, ChunksStored, Event
@@ -42,7 +42,7 @@ class PromotionBook:
         self,
         index: HostIndex,
         holds: Holds,
-        known: Sequence[KnownKeys],
+        known: Mapping[int, KnownKeys],
         counters: Counters,
         next_id: Callable[[], int],
     ) -> None:
@@ -59,9 +59,12 @@ class PromotionBook:
     def steps_out(self) -> int:
         return len(self._out)
 
-    def start(self, tier: int, keys: Sequence[bytes], slots: SlotArray, seconds: float) -> Promote:
-        """Have `keys` read from `tier` into `slots`, reserved for them."""
-        step = Promote(self._next_id(), tier, tuple(keys), tuple(slots.tolist()), seconds)
+    def start(
+        self, tier: int, keys: Sequence[bytes], slots: SlotArray, seconds: float, peer: bytes
+    ) -> Promote:
+        """Have `keys` read from `tier`, from its `peer` if it is of peers, into `slots`, reserved
+        for them."""
+        step = Promote(self._next_id(), tier, tuple(keys), tuple(slots.tolist()), seconds, peer)
         self._out[step.id] = step
         self._counters.add("promotions_started", len(keys))
         return step
@@ -85,15 +88,18 @@ class PromotionBook:
         del self._out[outcome.id]
         self._count(step, outcome)
         good = [verdict is Verdict.HIT for verdict in outcome.verdicts]
+        known = self._known.get(step.tier)
         if all(good):
             self._index.fill(step.slots)
-            return [ChunksStored(step.tier, step.keys)]
+            return [ChunksStored(step.tier, step.keys)] if known is not None else []
         bad = [slot for slot, is_good in zip(step.slots, good, strict=True) if not is_good]
         self._holds.lose(bad, step.tier)
         self._index.fill(list(compress(step.slots, good)))
         self._index.fail(bad)
+        if known is None:
+            return []
         gone = (*keys_with(step, outcome, Verdict.MISS), *keys_with(step, outcome, Verdict.DAMAGED))
-        self._known[step.tier].discard(gone)
+        known.discard(gone)
         read = tuple(compress(step.keys, good))
         told = ((ChunksStored, read), (ChunksRemoved, gone))
         return [event(step.tier, keys) for event, keys in told if keys]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from tiering.metrics import Counters
 from tiering.residency.finder import Finder
 from tiering.residency.holds import Holds
-from tiering.residency.known import KnownKeys
 from tiering.residency.plan import Contains, Outcome, Verdict, keys_with
 
 
@@ -22,13 +21,11 @@ class QuestionBook:
         self,
         finder: Finder,
         holds: Holds,
-        known: Sequence[KnownKeys],
         counters: Counters,
         next_id: Callable[[], int],
     ) -> None:
         self._finder = finder
         self._holds = holds
-        self._known = known
         self._counters = counters
         self._next_id = next_id
         self._out: dict[int, tuple[Contains, str]] = {}
@@ -50,7 +47,8 @@ class QuestionBook:
             return steps
         left = self._holds.seconds_left(request)
         for tier, wanted in self._finder.questions(keys, request):
-            steps.append(Contains(self._next_id(), tier, tuple(wanted), left))
+            peer = request.peer_at(tier)
+            steps.append(Contains(self._next_id(), tier, tuple(wanted), left, peer))
             self._out[steps[-1].id] = (steps[-1], owner)
         request.asks_out = len(steps)
         return steps
@@ -61,10 +59,11 @@ class QuestionBook:
         if outcome.final:
             del self._out[outcome.id]
         hits = keys_with(step, outcome, Verdict.HIT)
-        self._known[step.tier].add(hits)
         misses = outcome.verdicts.count(Verdict.MISS)
         self._counters.add("lookups_failed", len(step.keys) - len(hits) - misses)
         request = self._holds.get(owner)
+        if (known := self._finder.known(step.tier, request)) is not None:
+            known.add(hits)
         if request is not None:
             others = set(step.keys).difference(hits) if hits else step.keys
             request.absent[step.tier].update(others)

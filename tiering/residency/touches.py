@@ -9,7 +9,7 @@ Part of the core; same owner, same rules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiering.keys import GROUP_BYTES
@@ -36,7 +36,7 @@ class TouchBook:
 
     def __init__(
         self,
-        known: Sequence[KnownKeys],
+        known: Mapping[int, KnownKeys],
         cascades: CascadeBook,
         next_id: Callable[[], int],
     ) -> None:
@@ -91,8 +91,8 @@ class TouchBook:
         return ended.busy is None
 
     def _touches(self, chain: Sequence[bytes]) -> list[Touch]:
-        held = [known.among(chain) for known in self._known]
-        return [Touch(self._next_id(), tier, tuple(keys)) for tier, keys in enumerate(held) if keys]
+        held = [(tier, known.among(chain)) for tier, known in self._known.items()]
+        return [Touch(self._next_id(), tier, tuple(keys)) for tier, keys in held if keys]
 
 
 def _by_group(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:

@@ -11,8 +11,9 @@ import mmap
 import os
 import struct
 import time
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tiering.tiers.hostfile import (
     POLL_SECONDS,
     Geometry,
     attach,
+    geometry_of,
     inode_of,
     is_region_name,
     join,
@@ -64,13 +66,16 @@ class Region:
     out (`row`, `rows_view`, `share`) are writable and shared with the other processes.
     """
 
-    def __init__(self, path: Path, geometry: Geometry, memory: mmap.mmap, inode: int) -> None:
-        """For `open`. `memory` holds the lock; `inode` is the file that it maps."""
+    def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
+        """For `open`. `descriptor` is of the file, holds the lock, and belongs to the region."""
         self.path = path
         self.geometry = geometry
-        self._inode = inode
-        self._memory: mmap.mmap | None = memory
-        flat = np.frombuffer(memory, np.uint8, offset=geometry.header_bytes)
+        self._inode = os.fstat(descriptor).st_ino
+        self._descriptor = descriptor
+        self._let_go = weakref.finalize(self, os.close, descriptor)
+        # The mapping duplicates the descriptor, and so keeps the lock until it is gone.
+        self._memory: mmap.mmap | None = mmap.mmap(descriptor, geometry.total_bytes)
+        flat = np.frombuffer(self._memory, np.uint8, offset=geometry.header_bytes)
         self._rows: ByteArray = flat.reshape(geometry.rows, geometry.row_bytes)
         # One read per page maps it here and now, so that no transfer pays for page faults.
         self._rows[:, ::ALIGNMENT].max()
@@ -84,6 +89,7 @@ class Region:
         directory: Path = SHARED_MEMORY,
         deadline_seconds: float = 60.0,
         ranks: int | None = None,
+        nodes: Collection[int] = (),
     ) -> Region:
         """Build the region `name` in `directory`, or attach to it if another process did.
 
@@ -91,7 +97,8 @@ class Region:
         `capacity_bytes` is `cpu_bytes_to_use`: the limit for header and rows of all ranks
         together. `deadline_seconds` limits the wait for another process that builds the region,
         counted from its last progress. Dead engines' regions are swept first. `ranks` workers
-        will announce themselves; left out, one for each share of a row.
+        will announce themselves; left out, one for each share of a row. `nodes`: where its memory
+        is taken from, if this process builds it and the machine has several memory nodes.
 
         Raises ConfigError where not one chunk fits into `capacity_bytes`, and RegionError where
         `directory` has too little space or cannot be used, where the region was made with
@@ -102,9 +109,8 @@ class Region:
         geometry = Geometry.within(capacity_bytes, layout, layout.ranks if ranks is None else ranks)
         path = directory / name
         with _directory_errors(path):
-            return cls._mapping(
-                path, attach(path, geometry, capacity_bytes, deadline_seconds), geometry
-            )
+            descriptor = attach(path, geometry, capacity_bytes, deadline_seconds, nodes)
+            return cls(path, geometry, descriptor)
 
     @classmethod
     def join(
@@ -114,16 +120,22 @@ class Region:
         them. Raises RegionError as `open` does."""
         path = directory / name
         with _directory_errors(path):
-            return cls._mapping(path, *join(path, deadline_seconds))
+            descriptor, geometry = join(path, deadline_seconds)
+            return cls(path, geometry, descriptor)
 
     @classmethod
-    def _mapping(cls, path: Path, fd: int, geometry: Geometry) -> Region:
-        try:
-            # The mapping duplicates the descriptor, and so keeps the lock until it is gone.
-            memory = mmap.mmap(fd, geometry.total_bytes)
-            return cls(path, geometry, memory, os.fstat(fd).st_ino)
-        finally:
-            os.close(fd)
+    def adopt(cls, descriptor: int, path: Path) -> Region:
+        """Map a region by what `descriptor` of another process gave, whether or not the file still
+        has its name, `path`. The descriptor belongs to the region from then on; RegionError if it
+        is of something else, and then it does not."""
+        with _directory_errors(path):
+            return cls(path, geometry_of(descriptor, path), descriptor)
+
+    def descriptor(self) -> int:
+        """Another descriptor of the file, for a process that is to `adopt` it; the caller's to
+        close. The file lives, and is locked, for as long as anyone has one."""
+        self._mapped()
+        return os.dup(self._descriptor)
 
     def announce(self, rank: int, digest: bytes) -> None:
         """Say that `rank` has the region mapped, with a 32-byte `digest` of what it will keep
@@ -199,6 +211,7 @@ class Region:
         # Nothing else holds the mapping but views, so dropping it is what unmaps it.
         self._rows = np.empty((0, 0), np.uint8)
         self._memory = None
+        self._let_go()
 
     def __enter__(self) -> Region:
         return self

@@ -14,16 +14,21 @@ import fcntl
 import fnmatch
 import hashlib
 import logging
+import mmap
 import os
 import stat
 import struct
 import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.clock import MonotonicClock
 from tiering.errors import ConfigError, RegionError
 from tiering.layout import RowLayout, aligned
+from tiering_kernels import numa
 
 POLL_SECONDS = 0.005
 
@@ -33,6 +38,8 @@ _VERSION = 2
 _HEADER = struct.Struct("<8sIIQQQQ")
 _RECORD_STRIDE = 64  # the header proper takes one stride as well, then each rank has one
 _BUILD_STEP_BYTES = 16 << 20
+_BUILD_THREADS_MAX = 8  # beyond that they only wait for the memory
+_TELL_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 _clock = MonotonicClock()
@@ -139,7 +146,13 @@ def sweep(directory: Path) -> list[str]:
     return removed
 
 
-def attach(path: Path, geometry: Geometry, capacity_bytes: int, deadline_seconds: float) -> int:
+def attach(
+    path: Path,
+    geometry: Geometry,
+    capacity_bytes: int,
+    deadline_seconds: float,
+    nodes: Collection[int] = (),
+) -> int:
     """A descriptor of the finished region at `path`, built here if need be, holding the shared
     lock. Raises as `Region.open` does, OSError where the directory cannot be used."""
     seen_bytes = 0
@@ -152,10 +165,10 @@ def attach(path: Path, geometry: Geometry, capacity_bytes: int, deadline_seconds
             fd = _open_own(path)
         if fd is not None:
             try:
-                if _claim(fd, path, geometry, capacity_bytes):
+                if _claim(fd, path, geometry, capacity_bytes, nodes):
                     _verify(fd, path, geometry)
                     return os.dup(fd)  # the lock belongs to both, and stays with this one
-                size_bytes = os.fstat(fd).st_size
+                size_bytes = os.fstat(fd).st_blocks * 512
             finally:
                 os.close(fd)
             if size_bytes > seen_bytes:
@@ -178,13 +191,7 @@ def join(path: Path, deadline_seconds: float) -> tuple[int, Geometry]:
             try:
                 is_ours = _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path)
                 if is_ours and _is_published(fd):
-                    geometry = Geometry.unpacked(os.pread(fd, _HEADER.size, 0))
-                    if geometry is None:
-                        raise RegionError(
-                            f"{path} was made by another version of kv-tiering: run one version "
-                            f"in all processes of an engine"
-                        )
-                    _verify(fd, path, geometry)
+                    geometry = geometry_of(fd, path)
                     return os.dup(fd), geometry
             finally:
                 os.close(fd)
@@ -196,7 +203,21 @@ def join(path: Path, deadline_seconds: float) -> tuple[int, Geometry]:
         time.sleep(POLL_SECONDS)
 
 
-def _claim(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> bool:
+def geometry_of(fd: int, path: Path) -> Geometry:
+    """Of the finished region that `fd` is a descriptor of; RegionError if it is none."""
+    geometry = Geometry.unpacked(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+    if geometry is None:
+        raise RegionError(
+            f"{path} was made by another version of kv-tiering: run one version in all processes "
+            f"of an engine"
+        )
+    _verify(fd, path, geometry)
+    return geometry
+
+
+def _claim(
+    fd: int, path: Path, geometry: Geometry, capacity_bytes: int, nodes: Collection[int]
+) -> bool:
     """Take the shared lock on a finished region, building it first if this process is alone.
 
     False: not now (another process builds it, or the file was swept meanwhile); look again.
@@ -205,12 +226,14 @@ def _claim(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> bool
         # A file with something in it that nobody holds is a dead engine's, for the next sweep.
         if not _is_named(fd, path) or os.fstat(fd).st_size > 0:
             return False
-        _build(fd, path, geometry, capacity_bytes)
+        _build(fd, path, geometry, capacity_bytes, nodes)
     # Changing to the shared lock lets go for an instant, in which a sweep may take the file.
     return _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path) and _is_published(fd)
 
 
-def _build(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> None:
+def _build(
+    fd: int, path: Path, geometry: Geometry, capacity_bytes: int, nodes: Collection[int]
+) -> None:
     """Give the empty file its memory, then its header; on failure nothing stays behind."""
     total = geometry.total_bytes
     try:
@@ -218,13 +241,9 @@ def _build(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> None
         # A tmpfs without a size limit reports no blocks at all.
         if space.f_blocks and total > space.f_bavail * space.f_frsize:
             raise _too_little(path, total, space)
-        zeros = bytes(_BUILD_STEP_BYTES)
-        # In steps, since a signal makes the kernel undo an unfinished allocation as a whole.
-        # Reserving alone leaves the clearing of each page to its first use: so write it.
-        for start in range(0, total, _BUILD_STEP_BYTES):
-            size = min(_BUILD_STEP_BYTES, total - start)
-            os.posix_fallocate(fd, start, size)
-            os.pwrite(fd, memoryview(zeros)[:size], start)
+        if nodes:
+            _place(fd, total, nodes)
+        _fill(fd, total)
         os.pwrite(fd, geometry.packed(), 0)
     except BaseException as error:
         path.unlink(missing_ok=True)
@@ -241,6 +260,43 @@ def _build(fd: int, path: Path, geometry: Geometry, capacity_bytes: int) -> None
         capacity_bytes - total,
         capacity_bytes,
     )
+
+
+def _fill(fd: int, total: int) -> None:
+    """Every page is there, and zero; with several threads, since clearing one takes a while."""
+    zeros = memoryview(bytes(_BUILD_STEP_BYTES))
+
+    def fill(start: int) -> int:
+        size = min(_BUILD_STEP_BYTES, total - start)
+        os.posix_fallocate(fd, start, size)
+        # Reserving alone leaves the clearing of each page to its first use: so write it.
+        return os.pwrite(fd, zeros[:size], start)
+
+    pool = ThreadPoolExecutor(min(_BUILD_THREADS_MAX, os.cpu_count() or 1), "tiering-build")
+    done_bytes, told = 0, _clock.now()
+    try:
+        # In steps, since a signal makes the kernel undo an unfinished allocation as a whole.
+        for filled_bytes in pool.map(fill, range(0, total, _BUILD_STEP_BYTES)):
+            done_bytes += filled_bytes
+            if _clock.now() - told >= _TELL_SECONDS:
+                told = _clock.now()
+                _log.info("host tier: %.0f of %.0f GB ready", done_bytes / 1e9, total / 1e9)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _place(fd: int, total: int, nodes: Collection[int]) -> None:
+    """Have the file's pages taken from these memory nodes; where that cannot be, it is slower."""
+    os.ftruncate(fd, total)
+    with mmap.mmap(fd, total) as memory:
+        start = c_char.from_buffer(memory)
+        reason = numa.place(addressof(start), total, nodes)
+        del start
+    names = ", ".join(map(str, sorted(nodes)))
+    if reason is None:
+        _log.info("host tier: on memory node %s, as the devices", names)
+    else:
+        _log.warning("the host tier cannot be put on memory node %s: %s", names, reason)
 
 
 def _too_little(path: Path, need_bytes: int, space: os.statvfs_result) -> RegionError:

@@ -23,10 +23,11 @@ from tiering.clock import MonotonicClock
 from tiering.config import EXTRA_CONFIG, ConnectorConfig, parse
 from tiering.engine import Engine
 from tiering.errors import ConfigError
-from tiering.portal import ThreadPortal
+from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import announced_tiers, build_host_copier
+from tiering.wiring import announced_tiers
 from tiering_connectors.vllm.announcing import SILENCE, announcing_for
+from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import (
     LAYOUT,
     Geometry,
@@ -45,7 +46,6 @@ from tiering_connectors.vllm.opening import (
     join_region,
     name_of_region,
     open_region,
-    require_host_tensors,
 )
 from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.params import kinds_of
@@ -99,7 +99,7 @@ class TieredConnector(KVConnectorBase_V1):
             )
         self._bad_blocks: set[int] = set()
         self._region: Region | None = None
-        self._portal: ThreadPortal | None = None
+        self._portal: OwnLoopPortal | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._growth: Growth | None = None
@@ -150,7 +150,12 @@ class TieredConnector(KVConnectorBase_V1):
             kinds_of(self._config),
             announcing,
         )
-        self._growth = Growth(opened.tiers, MonotonicClock(), half.meter, half.host_now)
+        self._growth = Growth(
+            opened.tiers,
+            MonotonicClock(),
+            half.meter,
+            lambda: half.host_now() | opened.counters(),
+        )
         log.info(
             "TieredConnector: %d chunks in host memory (%s), then %s",
             rows,
@@ -162,15 +167,16 @@ class TieredConnector(KVConnectorBase_V1):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        require_host_tensors(device_type(kv_caches))
+        device = device_for(device_type(kv_caches))
         rank = self._vllm_config.parallel_config.rank
         self._geometry = geometry = self._agreed_geometry()
         self._region = region = open_region(
-            self._region_name, geometry.row, self._config, geometry.world
+            self._region_name, geometry.row, self._config, geometry.world, device.nodes()
         )
-        share = region.share(geometry.share_of(rank))
+        groups = geometry.pages if device.is_host else geometry.device_pages
+        share = geometry.share_of(rank)
         self._worker = WorkerHalf(
-            build_host_copier(geometry.pages(kv_caches), share),
+            device.open_copier(groups(kv_caches), region, share, self._config),
             geometry.block_bytes,
             MonotonicClock(),
             rank % geometry.replicas,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiering.config import ConnectorConfig
-from tiering.device.base import HostPages
+from tiering.device.base import DevicePages, HostPages, PageRun
 from tiering.errors import ConfigError
 from tiering.layout import RowLayout, ShareLayout
 from tiering_connectors.vllm.groups import Group, Kind, blocks_per_chunk_for
@@ -100,15 +100,37 @@ class Geometry:
             for regions, layout in zip(self.regions, self.shares, strict=True)
         ]
 
-    def _page(self, raw: npt.NDArray[np.uint8], region: Region) -> npt.NDArray[np.uint8]:
+    def device_pages(self, kv_caches: Mapping[str, Any]) -> list[DevicePages]:
+        """Each group's pages among a worker's device tensors."""
+        storage = next(iter(_tensors(kv_caches)))[1].untyped_storage()
+        groups = []
+        for regions, layout in zip(self.regions, self.shares, strict=True):
+            for region in regions:
+                self._require_within(storage.nbytes(), region)
+            runs = [
+                PageRun(
+                    storage.data_ptr() + region.offset,
+                    region.stride,
+                    region.page_bytes,
+                    self.num_blocks,
+                )
+                for region in regions
+            ]
+            groups.append(DevicePages(runs, layout))
+        return groups
+
+    def _require_within(self, allocated_bytes: int, region: Region) -> None:
         end = region.offset + (self.num_blocks - 1) * region.stride + region.page_bytes
-        if end > raw.nbytes:
+        if end > allocated_bytes:
             raise ConfigError(
                 "kv_cache_layout",
                 f"{end} bytes",
-                f"vLLM allocated {raw.nbytes}, less than it described",
+                f"vLLM allocated {allocated_bytes}, less than it described",
                 "report this with the model's name and the version of vLLM",
             )
+
+    def _page(self, raw: npt.NDArray[np.uint8], region: Region) -> npt.NDArray[np.uint8]:
+        self._require_within(raw.nbytes, region)
         return np.lib.stride_tricks.as_strided(
             raw[region.offset :],
             shape=(self.num_blocks, region.page_bytes),

@@ -22,6 +22,9 @@ METER_COUNTERS = (
 """`loads_failed`: loads whose tokens were computed instead; `stores_failed`: copies to the host
 tier that did not come about. Seconds are those of the slowest rank of each copy."""
 
+PORTAL_COUNTERS = ("portal_restarts",)
+"""Times the process of the tiers had ended by itself and runs again."""
+
 METER_SAMPLES = (
     "load_size",
     "store_size",

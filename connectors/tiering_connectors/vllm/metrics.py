@@ -24,10 +24,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from tiering.clock import Clock
 from tiering.events.announcer import COUNTERS as EVENT_COUNTERS
+from tiering.portal import TierView
 from tiering.residency.core import COUNTERS
-from tiering.tiers.base import GAUGE_PREFIX, Tier
+from tiering.tiers.base import GAUGE_PREFIX
 from tiering_connectors.vllm import offload_names as names
-from tiering_connectors.vllm.meter import HOST_TIER, METER_COUNTERS, TransferMeter
+from tiering_connectors.vllm.meter import (
+    HOST_TIER,
+    METER_COUNTERS,
+    PORTAL_COUNTERS,
+    TransferMeter,
+)
 from tiering_connectors.vllm.nohits import NeverHits, Seen
 from tiering_connectors.vllm.summary import summary
 
@@ -73,7 +79,7 @@ class Growth:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        tiers: Sequence[TierView],
         clock: Clock,
         meter: TransferMeter | None = None,
         host_now: Callable[[], Mapping[str, int]] | None = None,
@@ -140,7 +146,7 @@ class TieringPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[tuple[int, str], Any] = {}
-        for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS):
+        for name in (*COUNTERS, *EVENT_COUNTERS, *METER_COUNTERS, *PORTAL_COUNTERS):
             counter: Any = self._counter_cls(
                 name=f"vllm:tiering_{name}",
                 documentation=f"{name.replace('_', ' ').capitalize()}, by the TieredConnector.",

@@ -8,7 +8,7 @@ is for start and end only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from tiering.config import EXTRA_CONFIG, ConnectorConfig
 from tiering.errors import ConfigError
 from tiering.layout import RowLayout
 from tiering.namespace import Namespace
-from tiering.portal import ThreadPortal
+from tiering.portal import OwnLoopPortal, ThreadPortal, TierView
+from tiering.process.portal import ProcessPortal
 from tiering.residency.core import Residency
-from tiering.tiers.base import Tier
 from tiering.tiers.host import Region, region_name
 from tiering.wiring import build_core, build_tiers
 from tiering_connectors.vllm.hashing import hash_warning
@@ -42,19 +42,15 @@ def name_of_region(engine_id: str | None, door: str, extra_config: Mapping[str, 
     return region_name(f"{engine_id} {door} {own.decode()}")
 
 
-def require_host_tensors(kind: str) -> None:
-    """ConfigError unless `kind`, of device, is one that this version copies from."""
-    if kind != "cpu":
-        raise ConfigError(
-            "--device",
-            kind,
-            "this version copies host tensors only",
-            "run vLLM's CPU backend",
-        )
-
-
-def open_region(name: str, row: RowLayout, config: ConnectorConfig, ranks: int) -> Region:
-    """A worker's: built by the first of the `ranks`; ConfigError where no chunk fits."""
+def open_region(
+    name: str,
+    row: RowLayout,
+    config: ConnectorConfig,
+    ranks: int,
+    nodes: Collection[int] = (),
+) -> Region:
+    """A worker's: built by the first of the `ranks`, of memory of these `nodes`; ConfigError where
+    no chunk fits."""
     try:
         return Region.open(
             name,
@@ -62,6 +58,7 @@ def open_region(name: str, row: RowLayout, config: ConnectorConfig, ranks: int) 
             config.cpu_bytes_to_use,
             deadline_seconds=WORKERS_DEADLINE_SECONDS,
             ranks=ranks,
+            nodes=nodes,
         )
     except ConfigError as error:
         raise error.under(EXTRA_CONFIG) from None
@@ -81,8 +78,7 @@ class Opened:
     """The scheduler's side: the core over `slots` rows of the region, and the tiers below it."""
 
     core: Residency
-    portal: ThreadPortal
-    tiers: list[Tier]
+    portal: OwnLoopPortal
 
     @classmethod
     def over(
@@ -95,21 +91,36 @@ class Opened:
     ) -> Opened:
         """Open them; says what is wrong with the namespace's hashes, if anything is. `surveyed`:
         the tiers that are announced."""
-        tiers = build_tiers(config, namespace, region.geometry.row_bytes)
-        names = [tier.name for tier in tiers]
+        portal = _portal(region, namespace, config)
+        portal.start()
+        names = [tier.name for tier in portal.tiers]
         warning = hash_warning(namespace.hash_algorithm, namespace.hash_seed, names)
         if warning is not None:
             log.warning("%s", warning)
-        portal = ThreadPortal(tiers, region.row)
-        portal.start()
-        core = build_core(config, slots, len(tiers), surveyed=surveyed)
-        return cls(core, portal, tiers)
+        core = build_core(config, slots, len(names), surveyed=surveyed)
+        return cls(core, portal)
+
+    @property
+    def tiers(self) -> Sequence[TierView]:
+        return self.portal.tiers
+
+    def counters(self) -> dict[str, int]:
+        """What is counted of the tiers' loop: PORTAL_COUNTERS."""
+        return {"portal_restarts": self.portal.restarts}
 
     def describe_tiers(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "no other tier"
 
 
-def close(portal: ThreadPortal | None, region: Region | None) -> None:
+def _portal(region: Region, namespace: Namespace, config: ConnectorConfig) -> OwnLoopPortal:
+    # Without tiers a loop has nothing to do, wherever it is.
+    if config.loop == "process" and config.secondary_tiers:
+        return ProcessPortal(config, namespace, region)
+    tiers = build_tiers(config, namespace, region.geometry.row_bytes)
+    return ThreadPortal(tiers, region.row)
+
+
+def close(portal: OwnLoopPortal | None, region: Region | None) -> None:
     """As far as vLLM gives time for it; nothing depends on its being called."""
     is_idle = portal is None or portal.close(DRAIN_SECONDS)
     if region is not None and is_idle:

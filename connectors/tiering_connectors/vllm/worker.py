@@ -1,8 +1,9 @@
 """The worker half: carries out copy jobs for one rank and acknowledges them.
 
 Owns the rank's copier and the futures of its jobs. Called by vLLM on the worker's main thread, in
-its order of a step: fence, loads, stores, results. Only `fence` waits. Whatever becomes of a job,
-it is acknowledged exactly once, and a request whose load failed is reported.
+its order of a step: fence, loads, stores, results. Only `fence` waits, and not for ever. Whatever
+becomes of a job, it is acknowledged exactly once, when nothing of it is under way any more, and a
+request whose load failed is reported.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from tiering.clock import Clock
 from tiering.device.base import BlockMap, DeviceCopier
+from tiering.errors import DeviceLostError
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 
 log = logging.getLogger("tiering")
+
+FENCE_SECONDS = 60.0
+"""Longer than any copy takes: the device hangs, or the server's own work before the copy does."""
 
 
 @dataclass(slots=True)
@@ -35,20 +40,22 @@ class Loaded:
 
 @dataclass(slots=True)
 class _Copy:
-    """A job under way: one future for each part. `ended_at`: when the last that has ended did."""
+    """A job under way: one future for each part. `ended_at`: when the last that has ended did.
+    `is_spoilt`: its source was given up before it was read."""
 
     job: CopyJob
     started_at: float
     ended_at: float
     futures: list[Future[None]]
+    is_spoilt: bool = False
 
     @property
     def is_over(self) -> bool:
         return all(future.done() for future in self.futures)
 
-    def error(self) -> BaseException | None:
-        """Waits for all of it."""
-        errors = [future.exception() for future in self.futures]
+    def error(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """Waits for all of it; TimeoutError if a part takes longer."""
+        errors = [future.exception(timeout_seconds) for future in self.futures]
         return next((error for error in errors if error is not None), None)
 
 
@@ -76,11 +83,22 @@ class WorkerHalf:
         self._loaded = Loaded()
 
     def fence(self, step: StepOrders) -> None:
-        """Wait for stores whose source this step may overwrite. Copies always end."""
+        """Wait for stores whose source this step may overwrite. One that hangs is given up after
+        FENCE_SECONDS: what it may yet read is wrong, so it will have failed, if it ever ends."""
         for job_id in step.fence:
             store = self._stores.get(job_id)
-            if store is not None:
-                store.error()
+            if store is None or store.is_spoilt:
+                continue
+            try:
+                store.error(FENCE_SECONDS)
+            except TimeoutError:
+                store.is_spoilt = True
+                log.error(
+                    "store job %d has not ended within %g seconds, and its blocks are needed: the "
+                    "server goes on, and what it stores is not used",
+                    job_id,
+                    FENCE_SECONDS,
+                )
 
     def start_loads(self, step: StepOrders) -> None:
         for job in step.loads:
@@ -140,7 +158,15 @@ class WorkerHalf:
         error = copy.error()
         copied = sum(len(part) * self._block_bytes[part.group] for part in copy.job.parts)
         seconds = copy.ended_at - copy.started_at
-        self._acknowledgements.add(copy.job.job_id, copied, seconds, error is not None)
+        has_failed = error is not None or copy.is_spoilt
+        self._acknowledgements.add(copy.job.job_id, copied, seconds, has_failed)
         if error is not None:
-            log.warning("%s", error)
-        return error is None
+            # What is wrong with a device that is lost was told when it was.
+            level = logging.DEBUG if isinstance(error, DeviceLostError) else logging.WARNING
+            log.log(level, "%s", _told(copy.job, error))
+        return not has_failed
+
+
+def _told(job: CopyJob, error: BaseException) -> str:
+    whose = f" for request {job.request_id}" if job.request_id else ""
+    return f"copy job {job.job_id}{whose}: {error}"

@@ -3,6 +3,7 @@
  * frames.c   one frame on its way: open, checksum, bounce, what to do next, finish
  * ring.c     io_uring by its system calls, one ring for each thread
  * native.c   what Python calls: a batch, by a ring or by blocking calls
+ * device.c   what a device's driver calls, and loops over its calls
  * keytable.c, slots.c: what the core of the engine is made of; they share nothing with the others
  * rowstream.c rows through a socket
  * copies.c   rows out of memory that another process writes to; the same
@@ -17,7 +18,7 @@
 #include <sys/uio.h>
 
 /* library.py refuses another number. */
-#define KVT_ABI 3
+#define KVT_ABI 4
 
 #define HEADER_BYTES 4096
 #define CHECKSUM_BYTES 16

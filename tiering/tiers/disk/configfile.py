@@ -31,17 +31,18 @@ async def agree(path: Path, description: dict[str, object]) -> None:
     except FileNotFoundError:
         await _write(path, description)
         return
-    difference = _difference(found, description)
-    if difference is not None:
+    differing = difference(found, description)
+    if differing is not None:
         raise ConfigError(
             "secondary_tiers[].root_dir",
             str(path),
-            f"the file describes another run than this one ({difference})",
+            f"the file describes another run than this one ({differing})",
             f"move {path.parent} and its _r<rank> siblings away, or use another root_dir",
         )
 
 
-def _difference(found: bytes, description: dict[str, object]) -> str | None:
+def difference(found: bytes, description: dict[str, object]) -> str | None:
+    """In what a config.json that was `found` differs from `description`; None where it does not."""
     try:
         config = orjson.loads(found)
     except orjson.JSONDecodeError:

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 MOVES_PAYLOAD = ("read", "write")
 
-_WAY_OUT = "check its mount or disk, or take the tier out of the configuration"
+_WAY_OUT = "check its mount, disk or store, or take the tier out of the configuration"
 
 
 class GuardState(NamedTuple):

@@ -7,7 +7,7 @@ vLLM's OffloadingConnector takes a job that failed for a bug and ends the engine
   half drops what is not whole;
 * a load that failed cannot be made up for, since vLLM goes on with the device blocks as they are.
   It raises, and the engine ends rather than answer from wrong bytes. A copy within host memory
-  fails only where an index is wrong, that is, for a bug.
+  fails only where an index is wrong, that is, for a bug; one to a device where that has failed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ import numpy.typing as npt
 
 from tiering.clock import Clock
 from tiering.device.base import BlockMap, ByteArray, DeviceCopier, IntArray
-from tiering.errors import ClosedError, CopyError
+from tiering.errors import ClosedError, CopyError, DeviceLostError
 from tiering_connectors.vllm.offloading.ledger import Ledger, Told
 from tiering_connectors.vllm.offloading.rows import Rows
 
 log = logging.getLogger("tiering")
+
+WAIT_SECONDS = 60.0
+"""Longer than any copy takes: the device hangs, or the server's own work before the copy does."""
 
 
 class DeviceBlocks(Protocol):
@@ -48,13 +51,15 @@ class Ended:
 
 @dataclass(slots=True)
 class _Job:
-    """A load has a number, a store has none. `broken`: rows that a store cannot fill whole."""
+    """A load has a number, a store has none. `broken`: rows that a store cannot fill whole, or all
+    of them where its source was given up before it was read."""
 
     rows: Rows
     began: float
     copies: list[Future[None]] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
     size_bytes: int = 0
+    is_given_up: bool = False
 
 
 class RankCopies:
@@ -113,11 +118,25 @@ class RankCopies:
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until the copies of these jobs have ended; `take_ended` has them then."""
+        """Until the copies of these jobs have ended; `take_ended` has them then. A store that hangs
+        is given up after WAIT_SECONDS: it will have failed, if it ever ends."""
         for job_id in job_ids:
             job = self._jobs.get(job_id)
-            for copy in job.copies if job is not None else ():
-                copy.exception()
+            if job is None or job.is_given_up:
+                continue
+            try:
+                for copy in job.copies:
+                    copy.exception(WAIT_SECONDS)
+            except TimeoutError:
+                job.is_given_up = True
+                if not job.rows.number:
+                    job.broken += job.rows.slots.tolist()
+                log.error(
+                    "job %d has not ended within %g seconds, and its blocks are needed: the server "
+                    "goes on, and what it stores is not used",
+                    job_id,
+                    WAIT_SECONDS,
+                )
 
     def close(self) -> None:
         self._copier.close()
@@ -158,7 +177,9 @@ class RankCopies:
         ledger = self._require_ledger()
         errors = [error for copy in job.copies if (error := copy.exception()) is not None]
         for error in errors:
-            log.warning("%s: the chunks are not stored", error)
+            # What is wrong with a device that is lost was told when it was.
+            level = logging.DEBUG if isinstance(error, DeviceLostError) else logging.WARNING
+            log.log(level, "%s: the chunks are not stored", error)
         ledger.tell(self._rank, job.rows.slots, Told.FAILED if errors else Told.WHOLE)
         ledger.tell(self._rank, job.broken, Told.FAILED)
 

@@ -17,7 +17,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from tiering.device.base import HostPages
+from tiering.device.base import DevicePages, HostPages, PageRun
 from tiering.errors import ConfigError, RegionError
 from tiering.layout import ShareLayout
 from tiering.namespace import Namespace
@@ -37,6 +37,22 @@ def pages_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[HostPa
         pages = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
         layout = ShareLayout(tuple(page.shape[1] for page in pages), blocks_per_chunk)
         groups.append(HostPages(pages, layout))
+    return groups
+
+
+def device_pages_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[DevicePages]:
+    """Each group's pages among a worker's device tensors."""
+    tensors = [each.tensor for each in kv_caches.tensors]
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        pages = []
+        for ref in refs:
+            tensor = tensors[ref.tensor_idx]
+            stride = tensor.stride(0) * tensor.element_size()
+            run = PageRun(tensor.data_ptr(), stride, ref.page_size_bytes, tensor.shape[0])
+            pages.append(run)
+        layout = ShareLayout(tuple(run.page_bytes for run in pages), blocks_per_chunk)
+        groups.append(DevicePages(pages, layout))
     return groups
 
 

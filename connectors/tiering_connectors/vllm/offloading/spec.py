@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -30,9 +29,9 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
-from tiering.portal import ThreadPortal
+from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import build_host_copier
+from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import device_type
 from tiering_connectors.vllm.logs import log_with_vllm
 from tiering_connectors.vllm.meter import TransferMeter, host_now
@@ -40,6 +39,7 @@ from tiering_connectors.vllm.metrics import Growth
 from tiering_connectors.vllm.offloading.copies import RankCopies
 from tiering_connectors.vllm.offloading.events import OffloadedEvents, Place
 from tiering_connectors.vllm.offloading.facts import (
+    device_pages_of,
     layout_digest,
     namespace_from,
     namespace_note,
@@ -57,7 +57,6 @@ from tiering_connectors.vllm.opening import (
     join_region,
     name_of_region,
     open_region,
-    require_host_tensors,
 )
 
 log = logging.getLogger("tiering")
@@ -93,7 +92,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         # alone store, and all of them load.
         self.replicated_layout = config.replicated_layout
         self._region: Region | None = None
-        self._portal: ThreadPortal | None = None
+        self._portal: OwnLoopPortal | None = None
         self._manager: TieredOffloadingManager | None = None
         self._worker: TieredOffloadingWorker | None = None
 
@@ -117,7 +116,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         settings, clock, ledger = self._settings, MonotonicClock(), self._ledger(region)
         namespace = namespace_from(ledger.note(), digests)
         opened = Opened.over(region, ledger.slots, namespace, settings)
-        self._portal, core, tiers = opened.portal, opened.core, opened.tiers
+        self._portal, core = opened.portal, opened.core
         log.info(
             "TieredOffloadingSpec: %d chunks of %s tokens in host memory, then %s",
             ledger.slots,
@@ -130,7 +129,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             Engine(core, opened.portal, removals),
             removals,
             ledger,
-            Lookups(core, len(tiers), clock, settings.load_deadline_seconds),
+            Lookups(core, len(opened.tiers), clock, settings.load_deadline_seconds),
             meter,
             [group.group_id for group in self.config.groups],
         )
@@ -138,7 +137,10 @@ class TieredOffloadingSpec(OffloadingSpec):
             events.bind(half.name_of)
         return TieredOffloadingManager(
             half,
-            Statistics(Growth(tiers, clock, meter, partial(host_now, core)), ledger.slots),
+            Statistics(
+                Growth(opened.tiers, clock, meter, lambda: host_now(core) | opened.counters()),
+                ledger.slots,
+            ),
             _LoadFilter(tuple(map(_locality, settings.secondary_tiers))),
             self._close,
             events,
@@ -157,25 +159,26 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def _open_worker(self, kv_caches: CanonicalKVCaches) -> TieredOffloadingWorker:
         tensors = {str(at): each.tensor for at, each in enumerate(kv_caches.tensors)}
-        require_host_tensors(device_type(tensors))
+        device = device_for(device_type(tensors))
         parallel = self.config.parallel
-        groups = pages_of(kv_caches, self.blocks_per_chunk)
+        find_pages = pages_of if device.is_host else device_pages_of
+        groups = find_pages(kv_caches, self.blocks_per_chunk)
         row = RowLayout(
             max(group.layout.share_bytes for group in groups),
             1 if self.replicated_layout else parallel.world_size,
         )
         self._region = region = open_region(
-            self._region_name, row, self._settings, parallel.world_size
+            self._region_name, row, self._settings, parallel.world_size, device.nodes()
         )
         ledger = self._ledger(region)
-        share = region.share(0 if self.replicated_layout else parallel.rank)
+        number = 0 if self.replicated_layout else parallel.rank
         if parallel.rank == 0:
             ledger.leave_note(namespace_note(self.config, row.share_bytes))
         copies = RankCopies(
-            build_host_copier(groups, share),
+            device.open_copier(groups, region, number, self._settings),
             ledger,
             parallel.rank,
-            share,
+            region.share(number),
             [sum(group.layout.page_bytes) for group in groups],
             self.blocks_per_chunk,
             MonotonicClock(),

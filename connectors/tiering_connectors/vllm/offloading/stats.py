@@ -38,6 +38,7 @@ OURS = "vllm:kv_offload_tiered_"
 OWN_COUNTERS = {
     "stores_failed": "Chunks that a worker could not copy to the host tier; they are dropped.",
     "stores_cut": "Chunks that were not stored because the host tier had no room for them.",
+    "portal_restarts": "Times the process of the tiers had ended by itself and runs again.",
 }
 
 _OWN_SOURCES: dict[str, Sequence[Source]] = {

@@ -1,0 +1,138 @@
+"""The core by scenario: chunks that a request may have from a peer that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from test_residency import DEADLINE, chain
+from tiering.events import HOST
+from tiering.policy.lru import LruPolicy
+from tiering.residency.answers import Match, Place
+from tiering.residency.core import Residency
+from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
+from tiering.testing.clocks import ManualClock
+
+DISK, PEERS = 0, 1
+ABSENT, UNKNOWN, KNOWN, FILLING, READY = Place
+
+
+class Rig:
+    """A core over a disk and a tier of peers, and what it hands out."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.clock = ManualClock()
+        policy = LruPolicy(slots)
+        self.core = Residency(slots, 2, policy, self.clock, DEADLINE, peers=[PEERS])
+
+    def steps(self) -> list[Step]:
+        return self.core.take_steps()
+
+    def answer(self, step: Contains | Promote | Cascade, *verdicts: Verdict) -> None:
+        told = verdicts if len(verdicts) == len(step.keys) else verdicts * len(step.keys)
+        self.core.apply([Outcome(step.id, told)])
+
+
+def test_only_who_names_a_peer_asks_him_and_knows_what_he_said() -> None:
+    rig, keys = Rig(), chain("a", 3)
+    rig.core.open("r")
+    rig.core.open("other")
+    rig.core.name_peer("r", PEERS, b"p")
+    rig.core.ask("r", keys)
+    disk, peer = rig.steps()
+    assert isinstance(disk, Contains)
+    assert (disk.tier, disk.peer) == (DISK, b"")
+    assert isinstance(peer, Contains)
+    assert (peer.tier, peer.peer, peer.keys) == (PEERS, b"p", tuple(keys))
+    rig.answer(disk, Verdict.MISS)
+    rig.answer(peer, Verdict.HIT, Verdict.HIT, Verdict.MISS)
+    assert rig.core.places(keys, "r") == bytes([KNOWN, KNOWN, ABSENT])
+    assert rig.core.match(keys, "r") == Match(0, 2, False)
+    assert rig.core.places(keys, "other") == bytes([UNKNOWN] * 3), "the disk may have got them"
+    rig.core.ask("other", keys)
+    (question,) = rig.steps()
+    assert question.tier == DISK
+
+
+def test_what_a_peer_holds_comes_from_him_and_what_the_disk_holds_from_there() -> None:
+    rig, keys = Rig(), chain("a", 3)
+    rig.core._known[DISK].add(keys[:1])
+    rig.core.open("r")
+    rig.core.name_peer("r", PEERS, b"p")
+    rig.core.ask("r", keys)
+    disk, peer = rig.steps()
+    rig.answer(disk, Verdict.MISS)
+    rig.answer(peer, Verdict.HIT)
+    assert rig.core.hold("r", keys)
+    disk_reads, peer_reads = rig.steps()
+    assert isinstance(disk_reads, Promote)
+    assert (disk_reads.tier, disk_reads.keys, disk_reads.peer) == (DISK, tuple(keys[:1]), b"")
+    assert isinstance(peer_reads, Promote)
+    assert (peer_reads.tier, peer_reads.keys, peer_reads.peer) == (PEERS, tuple(keys[1:]), b"p")
+    rig.answer(disk_reads, Verdict.HIT)
+    rig.answer(peer_reads, Verdict.HIT)
+    assert rig.core.held("r") == 3
+    told = {event.tier for event in rig.core.take_events() if hasattr(event, "tier")}
+    assert told == {HOST, DISK}, "what a peer holds is for him to announce"
+
+
+def test_a_peer_taken_at_his_word_is_not_asked_and_what_he_lacks_is_not_tried_again() -> None:
+    rig, keys = Rig(), chain("a", 3)
+    rig.core.open("r")
+    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    assert rig.core.match(keys, "r") == Match(0, 3, False)
+    assert rig.core.hold("r", keys)
+    (reads,) = rig.steps()
+    assert isinstance(reads, Promote)
+    rig.answer(reads, Verdict.HIT, Verdict.MISS, Verdict.HIT)
+    assert rig.core.held("r") == 1
+    rig.core.release("r")
+    assert rig.core.places(keys, "r") == bytes([READY, UNKNOWN, READY]), "the disk was not asked"
+    rig.core.ask("r", keys)
+    (question,) = rig.steps()
+    assert (question.tier, question.keys) == (DISK, (keys[1],))
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAILED, Verdict.DAMAGED, Verdict.BUSY])
+def test_a_peer_that_fails_costs_the_rest_of_the_prefix_only(verdict: Verdict) -> None:
+    rig, keys = Rig(), chain("a", 2)
+    rig.core.open("r")
+    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    assert rig.core.hold("r", keys)
+    (reads,) = rig.steps()
+    assert isinstance(reads, Promote)
+    rig.answer(reads, Verdict.HIT, verdict)
+    assert rig.core.held("r") == 1
+    rig.core.close("r")
+    assert rig.core.is_settled
+
+
+def test_nothing_is_written_to_peers_nor_told_to_them_nor_removed_there() -> None:
+    rig, keys = Rig(), chain("a", 2)
+    rig.core.open("r")
+    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.filled(rig.core.reserve("r", keys, 0).slots)
+    (write,) = rig.steps()
+    assert isinstance(write, Cascade)
+    rig.answer(write, Verdict.STORED)
+    rig.core.close("r")
+    (touch,) = rig.steps()
+    assert isinstance(touch, Touch)
+    rig.core.drop(keys)
+    (drop,) = rig.steps()
+    assert isinstance(drop, Drop)
+    assert {write.tier, touch.tier, drop.tier} == {DISK}
+
+
+def test_a_reset_forgets_what_peers_hold() -> None:
+    rig, keys = Rig(), chain("a", 2)
+    rig.core.open("r")
+    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.reset()
+    assert rig.core.match(keys, "r") == Match(0, 0, True)
+
+
+def test_only_a_tier_of_peers_has_any() -> None:
+    rig = Rig()
+    rig.core.open("r")
+    with pytest.raises(AssertionError, match="tier 0 is not one of peers"):
+        rig.core.name_peer("r", DISK, b"p")

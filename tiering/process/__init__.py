@@ -1,0 +1,1 @@
+"""The tiers' loop in a process of its own: the engine's end, the child, and what crosses."""

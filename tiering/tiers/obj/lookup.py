@@ -1,0 +1,175 @@
+"""Finds out what is in the bucket: a walk over all of it, and searches for what it has not shown.
+
+Owns the questions under way: whoever asks the same shares the answer, and one who is cancelled
+does not take it from the others. Every question is a LIST, of up to 1,000 names in a walk and of
+one name in a search; never a HEAD. Used on the tier's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from tiering.clock import Clock
+from tiering.tiers.obj.existence import ChainSearch, Existence
+from tiering.tiers.obj.names import ObjNames, chains_of
+from tiering.tiers.obj.pacing import Lane, Pacer, at_once
+from tiering.tiers.obj.store import Listed, ObjectStore, Page, StoreError
+
+PAGE_NAMES = 1000
+
+Known = bool | StoreError
+"""Whether a chunk is there, or why nobody could say."""
+
+
+class Lookup:
+    """Of the chunks called `names`, each an object of `object_bytes`; another size is no chunk."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        names: ObjNames,
+        object_bytes: int,
+        existence: Existence,
+        pacer: Pacer,
+        clock: Clock,
+        question_seconds: float,
+    ) -> None:
+        """`question_seconds`: how long one may take."""
+        self._store = store
+        self._names = names
+        self._object_bytes = object_bytes
+        self._existence = existence
+        self._pacer = pacer
+        self._clock = clock
+        self._question_seconds = question_seconds
+        self._asked: dict[bytes, asyncio.Task[Known]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lookup {len(self._asked)} questions under way, {self._existence!r}>"
+
+    async def find(self, keys: Sequence[bytes]) -> list[Known]:
+        """Of each key, whether it is there. What is not known is searched for as a chain of each
+        group, all at once."""
+        known: list[bool | None] = self._existence.ask(keys)
+        unknown = [key for key, told in zip(keys, known, strict=True) if told is None]
+        if not unknown:
+            return [bool(told) for told in known]
+        chains = chains_of(dict.fromkeys(unknown))
+        answers: dict[bytes, Known] = {}
+        for found in await at_once(map(self._search, chains)):
+            answers |= found
+        pairs = zip(keys, known, strict=True)
+        return [answers[key] if told is None else told for key, told in pairs]
+
+    async def size_of(self, key: bytes) -> int | None:
+        """The bytes of its object as a listing has them; None where there is none."""
+        name = self._names.chunk(key)
+        listed = await self._first(name)
+        return listed.size_bytes if listed is not None and listed.name == name else None
+
+    async def walk(self) -> AsyncGenerator[list[tuple[bytes, float]], None]:
+        """Have everything shown, and known from the end on: the keys of each page, and when each
+        was put, by the store's clock. StoreError where a page cannot be had, and what was known
+        stays."""
+        self._existence.walk_begins()
+        try:
+            token: str | None = None
+            while True:
+                self._existence.page_asked()
+                page = await self._page(token)
+                chunks = self._chunks_in(page)
+                self._existence.page([key for key, _ in chunks])
+                token = page.token
+                if token is None:
+                    self._existence.walk_ends()
+                yield chunks
+                if token is None:
+                    return
+        finally:
+            self._existence.walk_breaks_off()
+
+    async def keys(self) -> AsyncIterator[list[bytes]]:
+        """Every key, a page at a time; what is known stays as it is. StoreError as above."""
+        token: str | None = None
+        while True:
+            page = await self._page(token)
+            yield [key for key, _ in self._chunks_in(page)]
+            token = page.token
+            if token is None:
+                return
+
+    async def close(self) -> None:
+        """Call off what is under way."""
+        for task in list(self._asked.values()):
+            task.cancel()
+        if self._asked:
+            await asyncio.wait(set(self._asked.values()))
+
+    async def _page(self, token: str | None) -> Page:
+        deadline = self._clock.now() + self._question_seconds
+        prefix = self._names.chunks
+        return await self._pacer.run(
+            Lane.UPKEEP, deadline, lambda: self._store.page(prefix, token=token, limit=PAGE_NAMES)
+        )
+
+    def _chunks_in(self, page: Page) -> list[tuple[bytes, float]]:
+        return [
+            (key, listed.modified)
+            for listed in page.objects
+            if listed.size_bytes == self._object_bytes
+            and (key := self._names.key_of(listed.name)) is not None
+        ]
+
+    async def _search(self, chain: list[bytes]) -> dict[bytes, Known]:
+        search = ChainSearch(len(chain))
+        while places := search.questions:
+            answers = await at_once(self._ask(chain[place]) for place in places)
+            for place, answer in zip(places, answers, strict=True):
+                if isinstance(answer, StoreError):
+                    return dict.fromkeys(chain, answer)
+                search.answer(place, answer)
+        found = set(search.found)
+        there = [key for place, key in enumerate(chain) if place in found]
+        missing = [key for place, key in enumerate(chain) if place not in found]
+        # What was put or has gone meanwhile is known better than by conclusion.
+        self._existence.found(self._still_unknown(there))
+        self._existence.missing(self._still_unknown(missing))
+        return {key: place in found for place, key in enumerate(chain)}
+
+    def _still_unknown(self, keys: list[bytes]) -> list[bytes]:
+        told = zip(keys, self._existence.ask(keys), strict=True)
+        return [key for key, known in told if known is None]
+
+    async def _ask(self, key: bytes) -> Known:
+        (known,) = self._existence.ask([key])
+        if known is not None:
+            return known
+        task = self._asked.get(key)
+        if task is None:
+            # Not in a TaskGroup: others may wait for it when its first asker is gone.
+            task = asyncio.get_running_loop().create_task(self._probe(key))
+            self._asked[key] = task
+            task.add_done_callback(lambda _: self._asked.pop(key, None))
+        await asyncio.wait({task})
+        return task.result()
+
+    async def _probe(self, key: bytes) -> Known:
+        try:
+            is_there = await self.size_of(key) == self._object_bytes
+        except StoreError as error:
+            return error
+        (known,) = self._existence.ask([key])
+        if known is not None:
+            return known  # It was put or has gone meanwhile.
+        if is_there:
+            self._existence.found([key])
+        else:
+            self._existence.missing([key])
+        return is_there
+
+    async def _first(self, name: str) -> Listed | None:
+        """The first object whose name begins with `name`."""
+        deadline = self._clock.now() + self._question_seconds
+        page = await self._pacer.run(Lane.LOAD, deadline, lambda: self._store.page(name, limit=1))
+        return page.objects[0] if page.objects else None
