@@ -9,7 +9,7 @@ from typing import TypeVar
 from tiering_kernels.chunkio import EngineUnavailable
 
 LIBRARY = f"{__file__.rpartition('/')[0]}/_native.so"
-ABI = 3
+ABI = 4
 
 Library = TypeVar("Library", bound=ctypes.CDLL)
 
