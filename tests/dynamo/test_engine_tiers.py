@@ -75,8 +75,7 @@ def ask_in_turn(worker: Worker, prompts: list[list[int]]) -> None:
         worker.engine.call("settle")
 
 
-@pytest.mark.parametrize("factor", [1, 16])
-@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize(("layout", "factor"), [("files", 1), ("segments", 16)])
 async def test_evictions_from_a_bounded_disk(
     layout: str, factor: int, make_setting: MakeSetting, tmp_path: Path
 ) -> None:
