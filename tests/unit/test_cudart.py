@@ -311,10 +311,10 @@ def test_where_the_package_is_not_there_the_message_says_how_to_get_it(
 
 def test_where_there_is_no_driver_the_message_says_what_to_look_at() -> None:
     """With the real package, if it is installed: it imports without a driver."""
-    if importlib.util.find_spec("cuda") is None:
-        pytest.skip("the package cuda-bindings is not installed: pip install kv-tiering[cuda]")
-    from cuda.bindings import runtime as bindings
-
+    bindings = pytest.importorskip(
+        "cuda.bindings.runtime",
+        reason="the package cuda-bindings is not installed: pip install kv-tiering[cuda]",
+    )
     if int(bindings.cudaGetDeviceCount()[0]) == 0:
         pytest.skip("there is a CUDA device here")
     with pytest.raises(ConfigError, match="nvidia-smi"):

@@ -207,7 +207,9 @@ def test_without_a_path_the_type_must_be_known() -> None:
     with pytest.raises(ConfigError) as caught:
         config({"type": "Kept"})
     assert caught.value.path == "secondary_tiers[0].type"
-    assert caught.value.remedy == "write one of 'fs'; a class of your own needs module_path, too"
+    assert caught.value.remedy == (
+        "write one of 'fs', 'obj'; a class of your own needs module_path, too"
+    )
     with pytest.raises(ConfigError, match="write 'fs' if that is meant"):
         config({"type": "ffs"})
 
@@ -218,8 +220,8 @@ def test_a_built_in_type_takes_no_path() -> None:
 
 
 def test_a_type_of_vllms_can_be_ones_own() -> None:
-    (tier,) = config(own("obj", "a.module", bucket="kv")).secondary_tiers
-    assert tier == UserTierConfig(type="obj", module_path="a.module", bucket="kv")
+    (tier,) = config(own("p2p", "a.module", host="kv")).secondary_tiers
+    assert tier == UserTierConfig(type="p2p", module_path="a.module", host="kv")
 
 
 def test_its_secrets_are_shown_nowhere() -> None:
