@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import assert_never
@@ -120,12 +120,16 @@ class Transfers:
         if isinstance(step, Survey):
             self._report(await survey(step, tier, removals, self._judge, self._report))
             return
+
+        def ask(keys: Sequence[bytes]) -> Awaitable[Sequence[Verdict]]:
+            return self._judge.verdicts(len(keys), lambda: tier.contains(keys))
+
         async with self._inflight.flight(step.tier, step.keys):
             if isinstance(step, Promote):
-                with removals.seen_by(step.keys):
+                async with removals.seen_by(step.keys, ask):
                     await promote(step, tier, self._row, self._judge, self._report)
             elif isinstance(step, Cascade):
-                with removals.seen_by(step.keys):
+                async with removals.seen_by(step.keys, ask):
                     self._report(await cascade(step, tier, self._row, self._judge))
             elif isinstance(step, Drop):
                 await self._drop(step, tier)
