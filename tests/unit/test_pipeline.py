@@ -378,6 +378,24 @@ async def test_an_eviction_before_a_step_reports_is_told_of_again(
     assert shell.news == [Removed(0, (B,)), outcome, Removed(0, (B,))]
 
 
+async def test_what_was_evicted_and_stored_anew_within_one_step_is_there(shell: Shell) -> None:
+    """Else nobody would count on it before the next survey."""
+    shell.hold_in_slots(A, B)
+    shell.keep(B)
+
+    class Renewing(MemoryTier):
+        async def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Any]:
+            self.evict([B])
+            return list(await super().write(keys, buffers))
+
+    shell.tiers[0].__class__ = Renewing
+    (outcome,) = await shell.result(Cascade(1, 0, (A, B), (0, 1)))
+    assert outcome.verdicts == (Verdict.STORED, Verdict.STORED)
+    await shell.result(Survey(2, 0))
+    assert shell.news[:2] == [Removed(0, (B,)), outcome]
+    assert isinstance(shell.news[2], Found)
+
+
 async def test_a_survey_names_all_that_is_there(shell: Shell) -> None:
     shell.keep(A, B)
     (outcome,) = await shell.result(Survey(1, 0))
