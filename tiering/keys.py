@@ -27,6 +27,19 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     return key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
+def group_of(key: bytes) -> bytes:
+    """What names the KV cache group of `key`; empty where it is too short to be a chunk's."""
+    return key[-GROUP_BYTES:] if len(key) > GROUP_BYTES else b""
+
+
+def by_group(keys: Iterable[bytes]) -> list[list[bytes]]:
+    """`keys` by KV cache group, each in its order: within a group they are one prefix."""
+    chains: dict[bytes, list[bytes]] = {}
+    for key in keys:
+        chains.setdefault(group_of(key), []).append(key)
+    return list(chains.values())
+
+
 def tagged(fields: Iterable[tuple[str, bytes]]) -> bytes:
     """Typed fields as bytes, injectively: tag and value are both length-prefixed.
 

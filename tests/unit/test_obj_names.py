@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.keys import KEY_BYTES_MAX
+from tiering.keys import KEY_BYTES_MAX, by_group
 from tiering.testing.examples import key_number
-from tiering.tiers.obj.names import ObjNames, chains_of, why_not_a_key
+from tiering.tiers.disk.paths import why_not_a_key
+from tiering.tiers.obj.names import ObjNames
 
 NAMES = ObjNames("kv/prod", "model_0123456789ab", 3)
 
@@ -69,4 +70,4 @@ def test_a_prefix_cannot_climb(prefix: str) -> None:
 
 def test_chains_are_the_groups_in_order() -> None:
     keys = [key_number(i, group=i % 2) for i in range(6)]
-    assert chains_of(keys) == [keys[::2], keys[1::2]]
+    assert by_group(keys) == [keys[::2], keys[1::2]]

@@ -32,6 +32,7 @@ MAY_AWAIT = (
     "tiering/portal.py",
     "tiering/process/child.py",
     "tiering/store.py",
+    "tiering/underway.py",
     "tiering/broadcast.py",
     "tiering/events/publisher.py",
     "tiering/events/subscriber.py",

@@ -40,6 +40,11 @@ class BlockMap:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def copied(self) -> BlockMap:
+        """One of its own, which the caller's arrays do not change any more."""
+        blocks, slots, positions = self.blocks.copy(), self.slots.copy(), self.positions.copy()
+        return BlockMap(blocks, slots, positions, self.group)
+
 
 @dataclass(frozen=True)
 class HostPages:

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tiering.clock import Clock, MonotonicClock
 from tiering.device.base import BlockMap, ByteArray, DeviceCopier, DevicePages
@@ -154,12 +154,7 @@ class CudaCopier(DeviceCopier):
     # The caller's thread
 
     def _submit(self, lane: _Lane, blocks: BlockMap) -> Future[None]:
-        kept = replace(
-            blocks,
-            blocks=blocks.blocks.copy(),
-            slots=blocks.slots.copy(),
-            positions=blocks.positions.copy(),
-        )
+        kept = blocks.copied()
         future = CudaEventFuture(self._watcher.look)
         with self._changed:
             if self._closing:

@@ -163,12 +163,7 @@ class Watcher:
     def record(self, stream: int) -> int:
         """An event behind what the stream has by now, for another stream to wait for; hand it
         back to `forget` once that was told to. DeviceCallError."""
-        mark = self._take()
-        try:
-            self._runtime.record(mark.event, stream)
-        except DeviceCallError:
-            self._give_back(mark)
-            raise
+        mark = self._recorded(stream)
         with self._changed:
             self._waited_for[mark.event] = mark
         return mark.event
@@ -188,12 +183,7 @@ class Watcher:
         """Call `finish(None, when)` when all that the stream has by now has happened, and let go
         of `kept` then; `finish(error, when)` if the device cannot say any more. DeviceCallError
         where the event cannot be recorded: then nothing is called, and nothing kept."""
-        mark = self._take()
-        try:
-            self._runtime.record(mark.event, stream)
-        except DeviceCallError:
-            self._give_back(mark)
-            raise
+        mark = self._recorded(stream)
         if self._signal:
             mark.cell[CELL_ENDED_NS] = 0
             try:
@@ -331,6 +321,16 @@ class Watcher:
             for tell in told:
                 tell(False)
         watched.finish(error, when)
+
+    def _recorded(self, stream: int) -> _Mark:
+        """One behind what the stream has by now."""
+        mark = self._take()
+        try:
+            self._runtime.record(mark.event, stream)
+        except DeviceCallError:
+            self._give_back(mark)
+            raise
+        return mark
 
     def _take(self) -> _Mark:
         """One that nobody uses, made if there is none."""

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from tiering.device.base import BlockMap, ByteArray, DeviceCopier, HostPages
 from tiering.errors import ClosedError, CopyError
@@ -61,12 +60,7 @@ class HostCopier(DeviceCopier):
         return f"<HostCopier {state}, {queued}>"
 
     def _submit(self, queue: deque[Copy], blocks: BlockMap) -> Future[None]:
-        kept = replace(
-            blocks,
-            blocks=blocks.blocks.copy(),
-            slots=blocks.slots.copy(),
-            positions=blocks.positions.copy(),
-        )
+        kept = blocks.copied()
         future: Future[None] = Future()
         with self._changed:
             if self._closing:

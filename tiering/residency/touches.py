@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiering.keys import GROUP_BYTES
+from tiering.keys import GROUP_BYTES, by_group, group_of
 from tiering.residency.cascades import CascadeBook
 from tiering.residency.holds import Request
 from tiering.residency.known import KnownKeys
@@ -54,7 +54,7 @@ class TouchBook:
         """The request uses `chain`, a prefix: of one KV cache group, or of several side by side,
         which count as the first one's."""
         if chain:
-            group = _group_of(chain[0])
+            group = group_of(chain[0])
             if len(chain) > len(request.chains.get(group, ())):
                 request.chains[group] = chain
 
@@ -98,10 +98,7 @@ class TouchBook:
 def _by_group(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
     if not keys or _are_of_one_group(KeyBatch.of(keys)):
         return [keys]
-    chains: dict[bytes, list[bytes]] = {}
-    for key in keys:
-        chains.setdefault(_group_of(key), []).append(key)
-    return chains.values()
+    return by_group(keys)
 
 
 def _are_of_one_group(keys: KeyBatch) -> bool:
@@ -112,7 +109,3 @@ def _are_of_one_group(keys: KeyBatch) -> bool:
         return False
     columns = [packed[at::size] for at in range(max(0, size - GROUP_BYTES), size)]
     return size <= GROUP_BYTES or all(column.count(column[0]) == len(keys) for column in columns)
-
-
-def _group_of(key: bytes) -> bytes:
-    return key[-GROUP_BYTES:] if len(key) > GROUP_BYTES else b""

@@ -25,6 +25,7 @@ from tiering.tiers.base import (
     WriteOutcome,
     nobody,
 )
+from tiering.underway import UnderWay
 
 Chunks = dict[bytes, tuple[bytes, int]]
 
@@ -52,8 +53,7 @@ class MemoryTier(Tier):
         self._removed: Listener = nobody
         self._gates: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._under_way = 0
-        self._idle = asyncio.Event()
+        self._under_way = UnderWay()
 
     @property
     def name(self) -> str:
@@ -130,9 +130,7 @@ class MemoryTier(Tier):
     async def close(self) -> None:
         self.calls.append(("close", ()))
         self._loop = None
-        while self._under_way:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._under_way.end()
 
     def _keep(self, key: bytes, buffer: memoryview) -> WriteOutcome:
         if key in self.chunks:
@@ -155,17 +153,13 @@ class MemoryTier(Tier):
         if not self.is_open:
             raise ClosedError(f"{self.name} is not open")
         self.calls.append((operation, tuple(keys)))
-        self._under_way += 1
-        try:
+        with self._under_way.one():
             await asyncio.sleep(0)
             if operation in self._gates:
                 await self._gates[operation].wait()
             if operation in self.errors:
                 raise self.errors[operation]
             yield
-        finally:
-            self._under_way -= 1
-            self._idle.set()
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"

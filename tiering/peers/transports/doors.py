@@ -19,8 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from tiering.errors import ClosedError
 from tiering.peers.auth import proof
 from tiering.peers.messages import ID_BYTES, NONCE_BYTES
+from tiering.peers.transports.base import Link, Served, Transport
 from tiering.peers.transports.wire import Broken, Line, Wire
 
 STRANGERS_MAX = 64
@@ -145,6 +147,44 @@ class Door:
         if (patience := self._strangers.pop(wire, None)) is not None:
             patience.cancel()
             wire.close()
+
+
+class DoorTransport(Transport):
+    """What transports have in common whose links come through a door, which `open` makes."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._door: Door | None = None
+        # Of its own, to others.
+        self._links: set[Link] = set()
+
+    def admit(self, session: bytes, token: bytes) -> None:
+        self._opened().admit(session, token)
+
+    def dismiss(self, session: bytes) -> None:
+        self._opened().dismiss(session)
+
+    async def _shut(self) -> None:
+        """Close the door and every link; what is left is the transport's own."""
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+        for link in list(self._links):
+            await link.close()
+
+    def _opened(self) -> Door:
+        if self._door is None:
+            raise ClosedError(f"the transport {self.name} is not open")
+        return self._door
+
+    def _require_fit(self, terms: Terms) -> None:
+        """Broken where rows behind another door are not of our size."""
+        ours = self._served.row_bytes
+        if terms.row_bytes != ours:
+            raise Broken(f"its rows are of {terms.row_bytes} bytes, ours of {ours}")
+
+    def _told_links(self) -> str:
+        return f"{len(self._door or ())} links served, {len(self._links)} of its own"
 
 
 async def enter(

@@ -32,11 +32,11 @@ from tiering.peers.transports.base import (
     Outcome,
     Served,
     Space,
-    Transport,
     check_read,
 )
-from tiering.peers.transports.doors import Door, Terms, enter
+from tiering.peers.transports.doors import Door, DoorTransport, Terms, enter
 from tiering.peers.transports.wire import Broken, Line, Wire
+from tiering.underway import UnderWay
 from tiering_kernels.copies import copy_rows
 
 QUIET_SECONDS_MAX = 4.0
@@ -50,20 +50,18 @@ _CREDENTIALS = struct.Struct("3i")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class ShmTransport(Transport):
+class ShmTransport(DoorTransport):
     """Serves what has spaces; links to engines of this host and this user."""
 
     def __init__(self, served: Served, *, quiet_seconds_max: float = QUIET_SECONDS_MAX) -> None:
         if served.rows_space is None or served.generations_space is None:
             raise ValueError("rows and generations that other processes cannot map")
-        self._served = served
+        super().__init__(served)
         self._spaces = served.rows_space, served.generations_space
         self._quiet_seconds_max = quiet_seconds_max
         # Never guessed, and never there before: nobody can be listening in its place.
         self._address = f"kv-tiering-{secrets.token_hex(16)}"
         self._granted: list[int] = []
-        self._door: Door | None = None
-        self._links: set[ShmLink] = set()
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -97,12 +95,6 @@ class ShmTransport(Transport):
     def offer(self) -> Offer:
         return Offer(self.name, self._address, _boot_id())
 
-    def admit(self, session: bytes, token: bytes) -> None:
-        self._opened().admit(session, token)
-
-    def dismiss(self, session: bytes) -> None:
-        self._opened().dismiss(session)
-
     async def connect(self, offer: Offer, session: bytes, token: bytes) -> Link:
         self._opened()
         if offer.details != _boot_id():
@@ -133,25 +125,17 @@ class ShmTransport(Transport):
         return link
 
     async def close(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
-        for link in list(self._links):
-            await link.close()
+        await self._shut()
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()  # whose links are closed: nothing is left in them
         self._let_go()
 
     def __repr__(self) -> str:
-        links = f"{len(self._door or ())} links served, {len(self._links)} of its own"
-        return f"<ShmTransport {self._address}: {links}>"
+        return f"<ShmTransport {self._address}: {self._told_links()}>"
 
     def _map(self, peer: str, line: Line, terms: Terms, granted: list[int]) -> ShmLink:
-        if terms.row_bytes != self._served.row_bytes:
-            raise Broken(
-                f"its rows are of {terms.row_bytes} bytes, ours of {self._served.row_bytes}"
-            )
+        self._require_fit(terms)
         rows = _mapped(Space(granted[0], terms.rows_offset, terms.rows * terms.row_bytes))
         generations = _mapped(Space(granted[1], terms.generations_offset, terms.rows * 8))
         assert self._threads is not None
@@ -170,11 +154,6 @@ class ShmTransport(Transport):
 
         wire.fill([memoryview(bytearray(1))], spoke, is_awaited=False)
         return lambda why: None
-
-    def _opened(self) -> Door:
-        if self._door is None:
-            raise ClosedError("the transport shm is not open")
-        return self._door
 
     def _let_go(self) -> None:
         while self._granted:
@@ -202,9 +181,7 @@ class ShmLink(Link):
         self._threads = threads
         self._closed = closed
         self._is_closed = False
-        self._reading = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._reading = UnderWay()
         # Nothing comes but the end of it, when its engine ends or wants us no longer.
         line.wire.fill([memoryview(bytearray(1))], self._spoke, is_awaited=False)
 
@@ -216,22 +193,16 @@ class ShmLink(Link):
             raise ClosedError(f"the link to {self._peer} is closed")
         each = max(1, STEP_BYTES // self._row_bytes)
         outcomes: list[Outcome] = []
-        self._reading += 1
-        self._idle.clear()
-        try:
+        with self._reading.one():
             for at in range(0, len(references), each):
                 span = slice(at, at + each)
                 outcomes += await self._step(references[span], into[span])
-        finally:
-            self._reading -= 1
-            if not self._reading:
-                self._idle.set()
         return outcomes
 
     async def close(self) -> None:
         self._is_closed = True
         self._line.close("the link was closed")
-        await self._idle.wait()
+        await self._reading.end()
         # The mappings go with the last that looks at them.
         self._rows = np.empty((0, self._row_bytes), np.uint8)
         self._generations = np.empty(0, np.uint64)

@@ -29,10 +29,9 @@ from tiering.peers.transports.base import (
     Moved,
     Outcome,
     Served,
-    Transport,
     check_read,
 )
-from tiering.peers.transports.doors import Door, Terms, enter
+from tiering.peers.transports.doors import Door, DoorTransport, Terms, enter
 from tiering.peers.transports.wire import Broken, Line, Wire
 from tiering_kernels.rowstream import StreamEnded, row_stream
 
@@ -53,7 +52,7 @@ _MOVED = {True: Moved.HIT, False: Moved.STALE}
 Of = TypeVar("Of")
 
 
-class TcpTransport(Transport):
+class TcpTransport(DoorTransport):
     """Listens at `at`, port 0 being any, and has peers told `host`, or the same."""
 
     def __init__(
@@ -68,15 +67,13 @@ class TcpTransport(Transport):
     ) -> None:
         """Errors about `at` are under the key `name`. A connection on which nothing moves for
         `quiet_seconds_max`, while something should, has failed."""
-        self._served = served
+        super().__init__(served)
         self._at = at
         self._host = host or at.host
         self._name = name
         self._quiet_seconds_max = quiet_seconds_max
         self._connections_max = connections_max
-        self._door: Door | None = None
         self._threads: tuple[_Threads, ...] = ()  # to serve, and to read
-        self._links: set[TcpLink] = set()
 
     @property
     def name(self) -> str:
@@ -104,12 +101,6 @@ class TcpTransport(Transport):
     def offer(self) -> Offer:
         return Offer(self.name, str(Address(self._host, self._at.port)))
 
-    def admit(self, session: bytes, token: bytes) -> None:
-        self._opened().admit(session, token)
-
-    def dismiss(self, session: bytes) -> None:
-        self._opened().dismiss(session)
-
     async def connect(self, offer: Offer, session: bytes, token: bytes) -> Link:
         self._opened()
         try:
@@ -129,18 +120,13 @@ class TcpTransport(Transport):
         return link
 
     async def close(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
-        for link in list(self._links):
-            await link.close()
+        await self._shut()
         threads, self._threads = self._threads, ()
         for each in threads:
             await each.close()
 
     def __repr__(self) -> str:
-        links = f"{len(self._door or ())} links served, {len(self._links)} of its own"
-        return f"<TcpTransport at {self._at}: {links}>"
+        return f"<TcpTransport at {self._at}: {self._told_links()}>"
 
     async def _enter(self, at: Address, session: bytes, token: bytes) -> Line:
         """One more connection; Broken where there is none to be had."""
@@ -167,21 +153,17 @@ class TcpTransport(Transport):
                 came.close()
             raise
         line, terms, _ = await enter(came, session, token, self._quiet_seconds_max)
-        if terms.row_bytes != self._served.row_bytes:
+        try:
+            self._require_fit(terms)
+        except Broken:
             line.close()
-            ours = self._served.row_bytes
-            raise Broken(f"its rows are of {terms.row_bytes} bytes, ours of {ours}")
+            raise
         return line
 
     def _welcome(self, wire: Wire) -> Callable[[str], None]:
         _tune(wire.connection)
         _Serving(self._served, wire, self._threads[0]).expect()
         return lambda why: log.debug("peers: a link over tcp has ended: %s", why)
-
-    def _opened(self) -> Door:
-        if self._door is None:
-            raise ClosedError("the transport tcp is not open")
-        return self._door
 
     def _refused(self, error: OSError) -> ConfigError:
         told = f"the data plane cannot listen there: {error.strerror or error}"

@@ -90,6 +90,15 @@ def place_of(key: bytes) -> str:
     return f"{digits[:3]}/{digits[3:5]}_g{group}/{digits}{CHUNK_SUFFIX}"
 
 
+def why_not_a_key(key: bytes) -> str:
+    """Why `key` can have no file and no object; "" where it can."""
+    try:
+        place_of(key)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def is_shard(name: str) -> bool:
     """Whether a rank directory's child `name` holds chunks."""
     return _SHARD.fullmatch(name) is not None

@@ -20,7 +20,7 @@ from tiering.errors import DamagedChunk, TierError
 from tiering.tiers import frame
 from tiering.tiers.base import Delete, DeleteOutcome, Failed, Read, ReadOutcome, Write, WriteOutcome
 from tiering.tiers.disk import diskio
-from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, place_of
+from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, place_of, why_not_a_key
 from tiering.tiers.disk.temps import temp_name
 from tiering.tiers.files.bookings import Booked
 from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
@@ -327,12 +327,3 @@ class ChunkFiles:
 
     def _not_a_key(self, key: bytes) -> Failed:
         return self._failed(key, why_not_a_key(key))
-
-
-def why_not_a_key(key: bytes) -> str:
-    """Why `key` can have no file; "" where it can."""
-    try:
-        place_of(key)
-    except ValueError as error:
-        return str(error)
-    return ""

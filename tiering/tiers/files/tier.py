@@ -7,7 +7,6 @@ blocking call runs in the pool. Layout and bytes: docs/format.md.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -39,6 +38,7 @@ from tiering.tiers.files.batch import WriteBatch
 from tiering.tiers.files.books import Books
 from tiering.tiers.files.chunks import ChunkFiles
 from tiering.tiers.files.limits import Limits
+from tiering.underway import UnderWay
 from tiering_kernels.chunkio import HEADER_BYTES, ChunkIo
 from tiering_kernels.engines import open_engine
 
@@ -103,9 +103,8 @@ class FsTier(Tier):
         self._counters = Counters(COUNTERS)
         self._direct: Direct | None = None
         self._open_parts: tuple[ChunkFiles, Books] | None = None
-        self._under_way = 0
+        self._under_way = UnderWay()
         self._removed: Listener = nobody
-        self._idle = asyncio.Event()
 
     def __repr__(self) -> str:
         state = "not open" if self._open_parts is None else f"{self._direct}, {self._io.engine}"
@@ -239,9 +238,7 @@ class FsTier(Tier):
     async def close(self) -> None:
         opened, self._open_parts = self._open_parts, None
         if opened is not None:
-            while self._under_way:
-                self._idle.clear()
-                await self._idle.wait()
+            await self._under_way.end()
             await opened[1].close()
             if self._durability == "close":
                 await self._pool.call(Lane.WRITE, self._sync)
@@ -254,13 +251,8 @@ class FsTier(Tier):
         """What an operation works with; `close` waits for the end of the block."""
         if self._open_parts is None:
             raise ClosedError(f"{self.name} is not open")
-        self._under_way += 1
-        try:
+        with self._under_way.one():
             yield self._open_parts
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
 
     def _make_directories(self) -> None:
         root = self._paths.root

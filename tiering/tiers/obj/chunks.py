@@ -14,10 +14,11 @@ from tiering.errors import DamagedChunk, TierError
 from tiering.metrics import Counters
 from tiering.tiers import frame
 from tiering.tiers.base import Failed, Read, ReadOutcome, Write, WriteOutcome
+from tiering.tiers.disk.paths import why_not_a_key
 from tiering.tiers.obj.existence import Existence
 from tiering.tiers.obj.frames import Frames
 from tiering.tiers.obj.lookup import Known, Lookup
-from tiering.tiers.obj.names import ObjNames, why_not_a_key
+from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, LateError, Pacer
 from tiering.tiers.obj.store import LengthError, ObjectStore, StoreError, ThrottledError
 from tiering_kernels.chunkio import HEADER_BYTES

@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from tiering.clock import Clock
+from tiering.keys import by_group
 from tiering.tiers.obj.existence import ChainSearch, Existence
-from tiering.tiers.obj.names import ObjNames, chains_of
+from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, Pacer, at_once
 from tiering.tiers.obj.store import Listed, ObjectStore, Page, StoreError
 
@@ -55,7 +56,7 @@ class Lookup:
         unknown = [key for key, told in zip(keys, known, strict=True) if told is None]
         if not unknown:
             return [bool(told) for told in known]
-        chains = chains_of(dict.fromkeys(unknown))
+        chains = by_group(dict.fromkeys(unknown))
         answers: dict[bytes, Known] = {}
         for found in await at_once(map(self._search, chains)):
             answers |= found

@@ -11,7 +11,6 @@ name an object outside the prefix. The digits come early in a name: stores sprea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,20 +67,3 @@ class ObjNames:
             return None
         parts = name[len(self.chunks) :].split("/")
         return key_of(*parts) if len(parts) == 3 else None
-
-
-def why_not_a_key(key: bytes) -> str:
-    """Why `key` can have no object; "" where it can."""
-    try:
-        place_of(key)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def chains_of(keys: Iterable[bytes]) -> list[list[bytes]]:
-    """`keys` by KV cache group, each in its order: within a group they are one prefix."""
-    chains: dict[bytes, list[bytes]] = {}
-    for key in keys:
-        chains.setdefault(key[-4:], []).append(key)
-    return list(chains.values())

@@ -8,7 +8,6 @@ docs/object-store.md, docs/format.md.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -33,13 +32,15 @@ from tiering.tiers.base import (
 )
 from tiering.tiers.disk.configfile import difference
 from tiering.tiers.disk.iopool import IoPool
+from tiering.tiers.disk.paths import why_not_a_key
 from tiering.tiers.obj.chunks import Chunks
 from tiering.tiers.obj.lifecycle import DELETED_AT_ONCE_MAX, Bound
 from tiering.tiers.obj.lookup import Known
-from tiering.tiers.obj.names import ObjNames, why_not_a_key
+from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, Pacer, at_once
 from tiering.tiers.obj.parts import ObjLimits, Parts, build_parts
 from tiering.tiers.obj.store import ObjectStore, StoreError
+from tiering.underway import UnderWay
 from tiering_kernels.chunkio import HEADER_BYTES
 
 COUNTERS = ("stored", "already_there", "full", "refused", "write_errors", "read_errors")
@@ -94,8 +95,7 @@ class ObjTier(Tier):
         self._opened: Parts | None = None
         self._last_stats: dict[str, int] = {}
         self._removed: Listener = nobody
-        self._under_way = 0
-        self._idle = asyncio.Event()
+        self._under_way = UnderWay()
 
     def __repr__(self) -> str:
         opened = self._opened
@@ -216,9 +216,7 @@ class ObjTier(Tier):
             return
         self._last_stats = self.stats()
         opened, self._opened = self._opened, None
-        while self._under_way:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._under_way.end()
         await opened.let_go()
 
     # Parts of the above
@@ -232,13 +230,8 @@ class ObjTier(Tier):
         """What an operation works with; `close` waits for the end of the block."""
         if self._opened is None:
             raise ClosedError(f"{self.name} is not open")
-        self._under_way += 1
-        try:
+        with self._under_way.one():
             yield self._opened
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
 
     async def _find(self, opened: Parts, keys: Sequence[bytes]) -> list[Known | Failed]:
         """Of each key, whether it is there; Failed for what cannot be a key."""

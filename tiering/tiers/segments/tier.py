@@ -38,6 +38,7 @@ from tiering.tiers.segments.files import SegmentFiles
 from tiering.tiers.segments.index import SegmentIndex, WritePlan
 from tiering.tiers.segments.runs import Runs
 from tiering.tiers.segments.slots import Kind, SlotIo, Verdict
+from tiering.underway import UnderWay
 from tiering_kernels.chunkio import ChunkIo
 
 SCAN_KEYS_MAX = 1024
@@ -104,8 +105,7 @@ class SegmentTier(Tier):
         self._written: dict[bytes, asyncio.Future[None]] = {}
         self._grow_lock = asyncio.Lock()
         self._close_lock = asyncio.Lock()
-        self._idle = asyncio.Event()
-        self._n_under_way = 0
+        self._under_way = UnderWay()
         self._is_open = False
         self._is_started = False
         self._removed: Listener = nobody
@@ -251,9 +251,7 @@ class SegmentTier(Tier):
     async def close(self) -> None:
         self._is_open = False
         async with self._close_lock:
-            while self._n_under_way:
-                self._idle.clear()
-                await self._idle.wait()
+            await self._under_way.end()
             if self._is_started:
                 await self._let_go(self._close_files)
 
@@ -267,13 +265,8 @@ class SegmentTier(Tier):
     def _inside(self) -> Iterator[None]:
         """A call that `close` has to wait for."""
         self._require_open()
-        self._n_under_way += 1
-        try:
+        with self._under_way.one():
             yield
-        finally:
-            self._n_under_way -= 1
-            if not self._n_under_way:
-                self._idle.set()
 
     def _now_tick(self) -> int:
         return int(self._clock.now() * 1e6)
