@@ -7,12 +7,13 @@ into the core, events go to the sink; all of it at once and without waiting.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from tiering.errors import ClosedError
 from tiering.events import EventSink
 from tiering.portal import Portal
 from tiering.residency.core import Residency
-from tiering.residency.plan import failed
+from tiering.residency.plan import Step, failed
 
 log = logging.getLogger("tiering")
 
@@ -31,14 +32,18 @@ class Engine:
         core = self.core
         if news := self._portal.drain():
             core.apply(news)
-        steps = core.take_steps()
-        if steps:
-            try:
-                self._portal.submit(steps)
-            except ClosedError as error:
-                # The loop is gone: what it cannot do is a miss or an unstored chunk, at once.
-                log.debug("%s: %d steps failed", error, len(steps))
-                core.apply([failed(step) for step in steps])
+        self._submit(core.take_steps())
         events = core.take_events()
         if events:
+            self._submit(core.peers.told(events))
             self._events.publish(events)
+
+    def _submit(self, steps: Sequence[Step]) -> None:
+        if not steps:
+            return
+        try:
+            self._portal.submit(steps)
+        except ClosedError as error:
+            # The loop is gone: what it cannot do is a miss or an unstored chunk, at once.
+            log.debug("%s: %d steps failed", error, len(steps))
+            self.core.apply([failed(step) for step in steps])

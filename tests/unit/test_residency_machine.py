@@ -169,7 +169,7 @@ class Core(RuleBasedStateMachine):
     @rule(owner=owners, peer=st.sampled_from([b"p", b"q"]), has_all=st.booleans())
     def name_peer(self, owner: str, peer: bytes, has_all: bool) -> None:
         self.begin(owner)
-        self.core.name_peer(owner, PEERS, peer, has_all=has_all)
+        self.core.peers.name(owner, PEERS, peer, has_all=has_all)
 
     @rule(owner=owners, keys=chains)
     def copy_at_once(self, owner: str, keys: list[bytes]) -> None:

@@ -36,7 +36,7 @@ def test_only_who_names_a_peer_asks_him_and_knows_what_he_said() -> None:
     rig, keys = Rig(), chain("a", 3)
     rig.core.open("r")
     rig.core.open("other")
-    rig.core.name_peer("r", PEERS, b"p")
+    rig.core.peers.name("r", PEERS, b"p")
     rig.core.ask("r", keys)
     disk, peer = rig.steps()
     assert isinstance(disk, Contains)
@@ -57,7 +57,7 @@ def test_what_a_peer_holds_comes_from_him_and_what_the_disk_holds_from_there() -
     rig, keys = Rig(), chain("a", 3)
     rig.core._known[DISK].add(keys[:1])
     rig.core.open("r")
-    rig.core.name_peer("r", PEERS, b"p")
+    rig.core.peers.name("r", PEERS, b"p")
     rig.core.ask("r", keys)
     disk, peer = rig.steps()
     rig.answer(disk, Verdict.MISS)
@@ -78,7 +78,7 @@ def test_what_a_peer_holds_comes_from_him_and_what_the_disk_holds_from_there() -
 def test_a_peer_taken_at_his_word_is_not_asked_and_what_he_lacks_is_not_tried_again() -> None:
     rig, keys = Rig(), chain("a", 3)
     rig.core.open("r")
-    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.peers.name("r", PEERS, b"p", has_all=True)
     assert rig.core.match(keys, "r") == Match(0, 3, False)
     assert rig.core.hold("r", keys)
     (reads,) = rig.steps()
@@ -96,7 +96,7 @@ def test_a_peer_taken_at_his_word_is_not_asked_and_what_he_lacks_is_not_tried_ag
 def test_a_peer_that_fails_costs_the_rest_of_the_prefix_only(verdict: Verdict) -> None:
     rig, keys = Rig(), chain("a", 2)
     rig.core.open("r")
-    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.peers.name("r", PEERS, b"p", has_all=True)
     assert rig.core.hold("r", keys)
     (reads,) = rig.steps()
     assert isinstance(reads, Promote)
@@ -109,7 +109,7 @@ def test_a_peer_that_fails_costs_the_rest_of_the_prefix_only(verdict: Verdict) -
 def test_nothing_is_written_to_peers_nor_told_to_them_nor_removed_there() -> None:
     rig, keys = Rig(), chain("a", 2)
     rig.core.open("r")
-    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.peers.name("r", PEERS, b"p", has_all=True)
     rig.core.filled(rig.core.reserve("r", keys, 0).slots)
     (write,) = rig.steps()
     assert isinstance(write, Cascade)
@@ -126,7 +126,7 @@ def test_nothing_is_written_to_peers_nor_told_to_them_nor_removed_there() -> Non
 def test_a_reset_forgets_what_peers_hold() -> None:
     rig, keys = Rig(), chain("a", 2)
     rig.core.open("r")
-    rig.core.name_peer("r", PEERS, b"p", has_all=True)
+    rig.core.peers.name("r", PEERS, b"p", has_all=True)
     rig.core.reset()
     assert rig.core.match(keys, "r") == Match(0, 0, True)
 
@@ -135,4 +135,4 @@ def test_only_a_tier_of_peers_has_any() -> None:
     rig = Rig()
     rig.core.open("r")
     with pytest.raises(AssertionError, match="tier 0 is not one of peers"):
-        rig.core.name_peer("r", DISK, b"p")
+        rig.core.peers.name("r", DISK, b"p")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from tiering.pipeline.verdicts import Judge
 from tiering.residency.plan import Outcome, Promote, Verdict
-from tiering.tiers.base import Tier
+from tiering.tiers.base import Reading
 
 
 async def promote(
     step: Promote,
-    tier: Tier,
+    tier: Reading,
     row: Callable[[int], memoryview],
     judge: Judge,
     report: Callable[[Outcome], None],

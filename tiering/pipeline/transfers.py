@@ -25,16 +25,19 @@ from tiering.residency.plan import (
     Cascade,
     Contains,
     Drop,
+    Hide,
+    Keep,
     News,
     Outcome,
     Promote,
+    Show,
     Step,
     Survey,
     Touch,
     Verdict,
     failed,
 )
-from tiering.tiers.base import Tier
+from tiering.tiers.base import PeerTier, Reading, Tier
 
 
 class Transfers:
@@ -56,7 +59,8 @@ class Transfers:
         self._stack = AsyncExitStack()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._surveys: set[asyncio.Task[None]] = set()
+        # Surveys, and what waits for peers: it would take longer than an end may.
+        self._unhurried: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Transfers:
         """Open every tier; if one cannot be opened, those that were are closed again."""
@@ -84,14 +88,14 @@ class Transfers:
             raise ClosedError("the tiers are closed")
         for step in steps:
             task = self._group.create_task(self._run(step))
-            tasks = self._surveys if isinstance(step, Survey) else self._tasks
+            tasks = self._unhurried if isinstance(step, Survey | Keep) else self._tasks
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
     async def drain(self, deadline_seconds: float) -> int:
         """Wait for what is under way; cancel what is not done by then. How many were. Surveys
-        are cancelled at once, and not counted."""
-        for task in self._surveys:
+        and waits for peers are cancelled at once, and not counted."""
+        for task in self._unhurried:
             task.cancel()
         if not self._tasks:
             return 0
@@ -111,7 +115,10 @@ class Transfers:
     async def _carry_out(self, step: Step) -> None:
         tier = self._tiers[step.tier]
         if isinstance(step, Contains):
-            await self._ask(step, tier)
+            await self._ask(step, self._source(step))
+            return
+        if isinstance(step, Show | Hide | Keep):
+            await self._for_peers(step)
             return
         if isinstance(step, Touch):
             await self._touch(step, tier)
@@ -127,7 +134,8 @@ class Transfers:
         async with self._inflight.flight(step.tier, step.keys):
             if isinstance(step, Promote):
                 async with removals.seen_by(step.keys, ask):
-                    await promote(step, tier, self._row, self._judge, self._report)
+                    source = self._source(step)
+                    await promote(step, source, self._row, self._judge, self._report)
             elif isinstance(step, Cascade):
                 async with removals.seen_by(step.keys, ask):
                     self._report(await cascade(step, tier, self._row, self._judge))
@@ -136,7 +144,31 @@ class Transfers:
             else:
                 assert_never(step)
 
-    async def _ask(self, step: Contains, tier: Tier) -> None:
+    def _source(self, step: Contains | Promote) -> Reading:
+        """Where the step's chunks come from."""
+        return self._of_peers(step.tier).at(step.peer) if step.peer else self._tiers[step.tier]
+
+    def _of_peers(self, tier: int) -> PeerTier:
+        found = self._tiers[tier]
+        if not isinstance(found, PeerTier):
+            raise AssertionError(f"tier {tier} is not one of peers")
+        return found
+
+    async def _for_peers(self, step: Show | Hide | Keep) -> None:
+        tier = self._of_peers(step.tier)
+        if isinstance(step, Keep):
+            verdicts = await self._judge.verdicts(
+                len(step.keys), lambda: tier.keep(step.kv_request_id, step.keys)
+            )
+            self._report(Outcome(step.id, verdicts))
+            return
+        if isinstance(step, Show):
+            tier.show(step.keys, step.slots, step.generations)
+        else:
+            tier.hide(step.keys)
+        self._report(Outcome(step.id, ()))
+
+    async def _ask(self, step: Contains, tier: Reading) -> None:
         try:
             async with asyncio.timeout(step.deadline_seconds):
                 # An answer given before a write or a delete ends would be out of date at once.

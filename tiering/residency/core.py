@@ -23,13 +23,14 @@ from tiering.residency.budget import LoadBudget
 from tiering.residency.cascades import CascadeBook
 from tiering.residency.drops import DropBook
 from tiering.residency.finder import Finder
-from tiering.residency.holds import Holds, Peer, Request
+from tiering.residency.holds import Holds, Request
 from tiering.residency.index import HostIndex
-from tiering.residency.known import Everything, KnownKeys
+from tiering.residency.known import KnownKeys
+from tiering.residency.peers import PeerBook
 from tiering.residency.plan import Found, News, Outcome, Step
 from tiering.residency.promotions import PromotionBook
 from tiering.residency.questions import QuestionBook
-from tiering.residency.state import NOWHERE, SlotArray
+from tiering.residency.state import NOWHERE, Generations, SlotArray
 from tiering.residency.surveys import SurveyBook, began
 from tiering.residency.touches import TouchBook
 from tiering_kernels.keytable import KeyBatch, select
@@ -70,9 +71,10 @@ class Residency:
         admission: AdmissionPolicy | None = None,
         surveyed: Collection[int] = (),
         peers: Collection[int] = (),
+        generations: Generations | None = None,
     ) -> None:
         self._events: list[Event] = []
-        self.index = HostIndex(slot_count, policy, self._events)
+        self.index = HostIndex(slot_count, policy, self._events, generations)
         self.budget = LoadBudget(self.index.slots)
         self.counters = Counters(COUNTERS)
         self._holds = Holds(self.index.slots, clock, load_deadline_seconds)
@@ -95,6 +97,9 @@ class Residency:
         self._touches = TouchBook(self._known, self._cascades, self._step_id)
         self._surveys = SurveyBook(surveyed, self._step_id, clock)
         self._drops = DropBook(self._known, self.counters, self._step_id)
+        self.peers = PeerBook(
+            peers, self.index, self._holds, self._finder, self.budget, self._step_id
+        )
         self._steps: list[Step] = []
         self._ids = 0
         # Grows whenever room may have come: before that, what was refused need not be tried again.
@@ -125,13 +130,6 @@ class Residency:
     def restrict(self, owner: str, tiers: frozenset[int]) -> None:
         """From now on the request may have chunks from these secondary tiers only, or from none."""
         self._holds[owner].tiers = tiers
-
-    def name_peer(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
-        """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
-        is not asked whether it holds them, and must say so when it does not."""
-        if tier in self._known:
-            raise AssertionError(f"tier {tier} is not one of peers")
-        self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
 
     # Loads
 
@@ -403,6 +401,8 @@ class Residency:
             self._questions.settle(outcome)
         elif self._surveys.is_mine(outcome.id):
             self._events.append(self._surveys.settle(outcome))
+        elif self.peers.is_mine(outcome.id):
+            self.peers.settle(outcome)
         elif self._drops.is_mine(outcome.id):
             self._events += self._drops.settle(outcome)
 

@@ -15,7 +15,7 @@ import numpy as np
 from tiering.events import HOST, ChunksRemoved, ChunksStored, Event
 from tiering.policy.base import EvictionPolicy
 from tiering.residency.answers import Place
-from tiering.residency.state import NOWHERE, SlotArray, SlotEvent, Slots, SlotState
+from tiering.residency.state import NOWHERE, Generations, SlotArray, SlotEvent, Slots, SlotState
 from tiering_kernels.keytable import KeyBatch, open_table, select
 
 # By the state of a slot that is in the index, and of NOWHERE.
@@ -28,9 +28,15 @@ _PLACE_OF = bytes(
 class HostIndex:
     """All batches are of distinct keys, in prefix order."""
 
-    def __init__(self, slot_count: int, policy: EvictionPolicy, events: list[Event]) -> None:
+    def __init__(
+        self,
+        slot_count: int,
+        policy: EvictionPolicy,
+        events: list[Event],
+        generations: Generations | None = None,
+    ) -> None:
         """What comes and goes is appended to `events`, which the caller empties."""
-        self.slots = Slots(slot_count)
+        self.slots = Slots(slot_count, generations)
         self._policy = policy
         self._slot_of = open_table()
         self._events = events

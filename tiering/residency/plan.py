@@ -93,7 +93,37 @@ class Survey(msgspec.Struct, frozen=True, tag="survey"):
     tier: int
 
 
-OfKeys = Contains | Promote | Cascade | Drop | Touch
+class Show(msgspec.Struct, frozen=True, tag="show"):
+    """Peers of `tier` may read `keys` from the host tier's `slots` while these have `generations`.
+    As `Hide`: its outcome has no verdicts, and nobody waits for it."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class Hide(msgspec.Struct, frozen=True, tag="hide"):
+    """`keys` are not in the host tier any more."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """`keys` are pinned in the host tier for whoever fetches them, through `tier`, for this request
+    of the orchestrator's: say when they need not be. Verdicts: HIT where it was fetched, MISS,
+    FAILED."""
+
+    id: int
+    tier: int
+    keys: tuple[bytes, ...]
+    kv_request_id: str
+
+
+OfKeys = Contains | Promote | Cascade | Drop | Touch | Show | Hide | Keep
 Step = OfKeys | Survey
 
 
@@ -125,7 +155,7 @@ News = Outcome | Found | Removed
 
 def failed(step: Step) -> Outcome:
     """What becomes of a step that nobody can carry out."""
-    if isinstance(step, Touch):
+    if isinstance(step, Touch | Show | Hide):
         return Outcome(step.id, ())
     return Outcome(step.id, (Verdict.FAILED,) * (1 if isinstance(step, Survey) else len(step.keys)))
 

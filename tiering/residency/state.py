@@ -19,6 +19,9 @@ from tiering_kernels.keytable import ABSENT, KeyBatch
 from tiering_kernels.slots import ILLEGAL, Book, Names, open_changes
 
 SlotArray = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
+"""Of each slot how often it was taken for a chunk: whoever reads its bytes without asking the core
+knows by it that they are still the same chunk's. It is raised before anything is written."""
 
 # In place of the slot of a key that is in none.
 NOWHERE = ABSENT
@@ -83,7 +86,8 @@ class Slots:
     `states` and the pins are for reading; they change by `move`, `pin` and `unpin` only.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, generations: Generations | None = None) -> None:
+        self._generations = np.zeros(count, np.uint64) if generations is None else generations
         self._book = Book(count, _NAMES)
         self._changes = open_changes(self._book)
         self.states = self._book.states[:count]
@@ -119,6 +123,7 @@ class Slots:
         taken.reverse()
         slots = np.array(taken, np.int64)
         self.move(slots, SlotEvent.RESERVE)
+        self._generations[slots] += 1
         del self._free[cut:]
         for slot, key in zip(taken, keys, strict=True):
             self.keys[slot] = key
@@ -152,6 +157,11 @@ class Slots:
             raise IllegalTransition("a pin was given back twice")
         if len(gone):
             self.move(gone, SlotEvent.RELEASE)
+
+    def generations_of(self, slots: Sequence[int] | SlotArray) -> Generations:
+        """The generation of each of `slots`, none of them NOWHERE."""
+        generations: Generations = self._generations[np.asarray(slots, np.int64)]
+        return generations
 
     def keys_of(self, slots: SlotArray) -> KeyBatch:
         """The keys of slots that are not FREE."""

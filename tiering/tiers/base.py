@@ -10,6 +10,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tiering.errors import TierError
 
@@ -127,6 +128,38 @@ class Tier(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Finish what is under way and let go of threads and descriptors. May be called twice."""
+
+
+class Reading(Protocol):
+    """The two operations of a tier that bring chunks; see Tier."""
+
+    async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]: ...
+
+    async def read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[ReadOutcome]: ...
+
+
+class PeerTier(Tier):
+    """A tier that holds nothing by itself: its chunks are in other engines' host memory, and this
+    engine's are there for them. Without a peer it has none, and it stores none."""
+
+    @abstractmethod
+    def at(self, peer: bytes) -> Reading:
+        """The chunks of one peer; `peer` is what a request named. Does not wait."""
+
+    @abstractmethod
+    def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Peers may read `keys` from `slots` of the host tier while these have `generations`."""
+
+    @abstractmethod
+    def hide(self, keys: Sequence[bytes]) -> None:
+        """`keys` are no longer there."""
+
+    @abstractmethod
+    async def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[ReadOutcome]:
+        """Returns when a peer has fetched `keys` for that request, or nobody will: then they need
+        not be pinned any more. HIT for each that was fetched."""
 
 
 def nobody(removed: Sequence[bytes]) -> None:

@@ -194,6 +194,12 @@ class Region:
         self._mapped()
         return self._rows[:]
 
+    def generations(self) -> npt.NDArray[np.uint64]:
+        """Of each row how often it was given to another chunk: shape `(rows,)`. The core raises
+        it before a byte of the next chunk is written there; everybody else only reads."""
+        count, offset = self.geometry.rows, self.geometry.generations_offset
+        return np.frombuffer(self._mapped(), np.uint64, count, offset)
+
     def share(self, number: int) -> ByteArray:
         """Share `number` of each row: uint8, shape `(rows, share_bytes)`, strided."""
         self._mapped()

@@ -31,9 +31,10 @@ from tiering.layout import RowLayout, aligned
 from tiering_kernels import numa
 
 POLL_SECONDS = 0.005
+GENERATION_BYTES = 8
 
 _MAGIC = b"KVTIER\r\n"
-_VERSION = 2
+_VERSION = 3
 # Magic, version, shares, row_bytes, rows, share_bytes, ranks.
 _HEADER = struct.Struct("<8sIIQQQQ")
 _RECORD_STRIDE = 64  # the header proper takes one stride as well, then each rank has one
@@ -48,7 +49,8 @@ _clock = MonotonicClock()
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What every process of an engine must agree on before it touches a row: `shares` of
-    `share_bytes` make a row. `ranks` workers announce themselves; several may have one share."""
+    `share_bytes` make a row. `ranks` workers announce themselves; several may have one share.
+    The header has a generation for each row, behind the ranks' records."""
 
     row_bytes: int
     rows: int
@@ -61,10 +63,12 @@ class Geometry:
         """As many rows as fit, header included, in `capacity_bytes`; ConfigError if not one."""
         if layout.share_bytes < 1 or layout.ranks < 1 or ranks < 1:
             raise ValueError(f"a row needs at least one rank and one byte: {layout}, {ranks}")
-        header_bytes = _header_bytes(ranks)
-        rows = layout.rows_in(capacity_bytes - header_bytes)
+        rows = layout.rows_in(capacity_bytes - _header_bytes(ranks, 0))
+        # Their generations take a little of that.
+        while rows and _header_bytes(ranks, rows) + rows * layout.row_bytes > capacity_bytes:
+            rows -= 1
         if rows < 1:
-            need = header_bytes + layout.row_bytes
+            need = _header_bytes(ranks, 1) + layout.row_bytes
             raise ConfigError(
                 "cpu_bytes_to_use",
                 capacity_bytes,
@@ -75,7 +79,12 @@ class Geometry:
 
     @property
     def header_bytes(self) -> int:
-        return _header_bytes(self.ranks)
+        return _header_bytes(self.ranks, self.rows)
+
+    @property
+    def generations_offset(self) -> int:
+        """Where the header has the rows' generations, in bytes."""
+        return _RECORD_STRIDE * (1 + self.ranks)
 
     @property
     def total_bytes(self) -> int:
@@ -361,8 +370,8 @@ def _is_published(fd: int) -> bool:
     return os.pread(fd, len(_MAGIC), 0) == _MAGIC
 
 
-def _header_bytes(ranks: int) -> int:
-    return aligned(_RECORD_STRIDE * (1 + ranks))
+def _header_bytes(ranks: int, rows: int) -> int:
+    return aligned(_RECORD_STRIDE * (1 + ranks) + GENERATION_BYTES * rows)
 
 
 def _own_names() -> str:

@@ -1,0 +1,88 @@
+"""What the host tier and requests have to do with other engines.
+
+Owns the Keep steps, and says what peers can read here: they are told of it as it comes and goes, so
+that they are served without asking the core. What is kept for a peer is a hold like any other, with
+an owner of its own. Part of the core; same owner, same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from tiering.events import HOST, ChunksRemoved, ChunksStored, Event
+from tiering.residency.budget import LoadBudget
+from tiering.residency.finder import Finder
+from tiering.residency.holds import Holds, Peer
+from tiering.residency.index import HostIndex
+from tiering.residency.known import Everything, KnownKeys
+from tiering.residency.plan import Hide, Keep, Outcome, Show, Step
+from tiering_kernels.keytable import KeyBatch
+
+
+class PeerBook:
+    """One for each core. `tiers`: those that are of peers."""
+
+    def __init__(
+        self,
+        tiers: Collection[int],
+        index: HostIndex,
+        holds: Holds,
+        finder: Finder,
+        budget: LoadBudget,
+        next_id: Callable[[], int],
+    ) -> None:
+        self._tiers = sorted(tiers)
+        self._index = index
+        self._holds = holds
+        self._finder = finder
+        self._budget = budget
+        self._next_id = next_id
+        self._kept: dict[int, str] = {}
+
+    def name(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
+        """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
+        is not asked whether it holds them, and must say so when it does not."""
+        if tier not in self._tiers:
+            raise AssertionError(f"tier {tier} is not one of peers")
+        self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
+
+    def told(self, events: Sequence[Event]) -> list[Step]:
+        """What peers are to know of `events`, which have just happened."""
+        steps: list[Step] = []
+        for event in events if self._tiers else ():
+            if isinstance(event, ChunksStored | ChunksRemoved) and event.tier == HOST:
+                for tier in self._tiers:
+                    steps += self._of(tier, event)
+        return steps
+
+    def keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
+        """Pin the leading `keys` that are in the host tier, as far as loads may, until a peer has
+        fetched them or nobody has come; to be told to `tier`. They are all that there will be."""
+        step_id = self._next_id()
+        owner = f"kept {step_id}"
+        keys = KeyBatch.of(keys)
+        found = self._finder.in_host(keys)
+        fit = self._budget.fitting(found.slots[: found.host])
+        self._holds.open(owner)
+        self._holds.pin(found.slots[:fit])
+        self._holds.begin(owner, keys[:fit], found.slots[:fit])
+        self._kept[step_id] = owner
+        return Keep(step_id, tier, tuple(keys[:fit]), kv_request_id)
+
+    def is_mine(self, step_id: int) -> bool:
+        return step_id in self._kept
+
+    def settle(self, outcome: Outcome) -> None:
+        """A peer has come, or none."""
+        self._holds.close(self._kept.pop(outcome.id))
+
+    def _of(self, tier: int, event: ChunksStored | ChunksRemoved) -> list[Step]:
+        if isinstance(event, ChunksRemoved):
+            return [Hide(self._next_id(), tier, event.keys)]
+        # Some of them may have gone since, and another event says so.
+        ready = self._index.ready(event.keys)
+        if not ready:
+            return []
+        slots = tuple(ready.values())
+        generations = tuple(self._index.slots.generations_of(slots).tolist())
+        return [Show(self._next_id(), tier, tuple(ready), slots, generations)]

@@ -1,0 +1,83 @@
+"""Links to peers: by which transport, one for each session, and gone with it. Loop only.
+
+Of what both sides have, the first in order of preference is tried, then the next: shared memory
+says no to another host by itself, and TCP reaches whoever the control plane has reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from tiering.errors import PeerError
+from tiering.peers.calls import Peer
+from tiering.peers.transports.base import Link, Transport
+
+log = logging.getLogger("tiering")
+
+
+class Links:
+    """`transports` in order of preference. Links are opened when first wanted."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = transports
+        self._links: dict[Peer, asyncio.Task[Link]] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    async def link(self, peer: Peer) -> Link:
+        """The link to `peer`, whose session is open. PeerError where there is none to be had."""
+        await self.tidy()
+        opening = self._links.get(peer)
+        if opening is None or (opening.done() and _failed(opening)):
+            opening = asyncio.get_running_loop().create_task(self._connect(peer))
+            self._links[peer] = opening
+        return await asyncio.shield(opening)
+
+    async def drop(self, peer: Peer) -> None:
+        """Its link is of no use: the next one who wants it opens another."""
+        if (opening := self._links.pop(peer, None)) is not None:
+            await _close(opening)
+
+    async def tidy(self) -> None:
+        """Close those whose session is over."""
+        for peer in [peer for peer in self._links if peer.over is not None]:
+            await self.drop(peer)
+
+    async def close(self) -> None:
+        for peer in list(self._links):
+            await self.drop(peer)
+
+    def __repr__(self) -> str:
+        return f"<Links {len(self)}>"
+
+    async def _connect(self, peer: Peer) -> Link:
+        offers = {offer.transport: offer for offer in peer.introduction.transports}
+        reasons: list[str] = []
+        for transport in self._transports:
+            if (offer := offers.get(transport.name)) is None:
+                continue
+            try:
+                link = await transport.connect(offer, peer.session_id, peer.token)
+            except PeerError as error:
+                reasons.append(str(error))
+                continue
+            log.info("peer %s: chunks come over %s", peer.at, transport.name)
+            return link
+        ours = ", ".join(transport.name for transport in self._transports)
+        theirs = ", ".join(offers) or "nothing"
+        why = "; ".join(reasons) or f"it offers {theirs}, and this engine has {ours}"
+        raise PeerError(str(peer.at), f"chunks cannot be moved: {why}")
+
+
+def _failed(opening: asyncio.Task[Link]) -> bool:
+    return opening.cancelled() or opening.exception() is not None
+
+
+async def _close(opening: asyncio.Task[Link]) -> None:
+    opening.cancel()
+    with contextlib.suppress(PeerError, asyncio.CancelledError):
+        await (await opening).close()

@@ -1,0 +1,94 @@
+"""What of this engine's host tier peers may have, and what is kept there for them.
+
+A mirror of the core's index on the tiers' loop: so peers are served while the engine idles, without
+asking its scheduler. It lags, and that is harmless: what is read under a reference counts only if
+its slot has the same generation afterwards. What was promised is pinned by the core, until `keep`
+comes back. Loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from tiering.peers.messages import Reference
+
+
+class Showcase:
+    """`shown` is called with keys that have just come to be here."""
+
+    def __init__(self, shown: Callable[[Sequence[bytes]], None]) -> None:
+        self._shown = shown
+        self._at: dict[bytes, Reference] = {}
+        self._kept: dict[str, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __repr__(self) -> str:
+        return f"<Showcase {len(self)} chunks, kept for {len(self._kept)} requests>"
+
+    @property
+    def kept_chunks(self) -> int:
+        """How many are kept that were not fetched yet."""
+        return sum(len(kept.left) for kept in self._kept.values())
+
+    def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
+        """`keys` can be read from `slots` while these have `generations`."""
+        self._at.update(zip(keys, map(Reference, slots, generations), strict=True))
+        self._shown(keys)
+
+    def hide(self, keys: Sequence[bytes]) -> None:
+        """`keys` are not there any more."""
+        for key in keys:
+            self._at.pop(key, None)
+
+    def places(self, keys: Sequence[bytes]) -> list[Reference | None]:
+        """Where each of `keys` is, None where it is not here."""
+        return list(map(self._at.get, keys))
+
+    async def keep(self, kv_request_id: str, keys: Sequence[bytes], seconds: float) -> set[bytes]:
+        """Wait until `keys`, all that there will be for the request, are fetched, or nobody has
+        come for `seconds`; those that were."""
+        kept = _Kept(dict.fromkeys(keys))
+        before = self._kept.get(kv_request_id)
+        self._kept[kv_request_id] = kept
+        if before is not None:
+            before.is_over.set()
+        self._shown(keys)
+        try:
+            async with asyncio.timeout(seconds):
+                await kept.is_over.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._kept.get(kv_request_id) is kept:
+                del self._kept[kv_request_id]
+        return set(keys).difference(kept.left)
+
+    def is_complete(self, kv_request_id: str) -> bool:
+        """Whether nothing more will come for the request."""
+        return kv_request_id in self._kept
+
+    def fetched(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
+        """A peer has read `keys`."""
+        if (kept := self._kept.get(kv_request_id)) is not None:
+            for key in keys:
+                kept.left.pop(key, None)
+            if not kept.left:
+                kept.is_over.set()
+
+    def request_over(self, kv_request_id: str) -> None:
+        """The peer wants nothing more for the request."""
+        if (kept := self._kept.get(kv_request_id)) is not None:
+            kept.is_over.set()
+
+
+class _Kept:
+    """What is pinned for one request, and was not fetched yet."""
+
+    def __init__(self, left: dict[bytes, None]) -> None:
+        self.left = left
+        self.is_over = asyncio.Event()
+        if not left:
+            self.is_over.set()
