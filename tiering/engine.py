@@ -25,6 +25,7 @@ class Engine:
         self.core = core
         self._portal = portal
         self._events = events
+        self._restarts = portal.restarts
 
     def pump(self) -> None:
         """Take in news, hand out steps, publish events. Call it before asking and after
@@ -32,6 +33,9 @@ class Engine:
         core = self.core
         if news := self._portal.drain():
             core.apply(news)
+        if self._restarts != self._portal.restarts:
+            self._restarts = self._portal.restarts
+            self._submit(core.peers.told_anew())
         self._submit(core.take_steps())
         events = core.take_events()
         if events:

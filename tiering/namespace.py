@@ -20,6 +20,9 @@ FORMAT_VERSION = 1
 MODEL_CHARS_MAX = 100
 _DIGEST_HEX_CHARS = 12
 
+RANDOM_HASH_SEED = "random"
+"""In place of a digest of the hash seed where another one is drawn at each start."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:

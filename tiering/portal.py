@@ -37,6 +37,12 @@ class Portal(Protocol):
         """What has come back since the last call, oldest first; returns at once."""
         ...
 
+    @property
+    def restarts(self) -> int:
+        """How often the tiers were made and opened again because their loop had ended by
+        itself."""
+        ...
+
 
 class TierView(Protocol):
     """What is told of a tier, wherever it is."""
@@ -59,11 +65,6 @@ class OwnLoopPortal(Portal, Protocol):
         """The tiers behind it, once it was started."""
         ...
 
-    @property
-    def restarts(self) -> int:
-        """How often the loop was started again because it had ended by itself."""
-        ...
-
     def start(self) -> None:
         """Open the tiers; raises what they raise. Blocks until they are open."""
         ...
@@ -79,6 +80,8 @@ class LoopPortal:
 
     `on_arrival` is called on the loop, soon after news has come back, however much.
     """
+
+    restarts = 0
 
     def __init__(
         self,

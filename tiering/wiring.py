@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -21,6 +22,7 @@ from tiering.config import (
     EngineConfig,
     FsTierConfig,
     ObjTierConfig,
+    P2pTierConfig,
     PressureConfig,
     TierConfig,
     UserTierConfig,
@@ -41,17 +43,19 @@ from tiering.policy.admission import AdmissionPolicy, AdmitAll, SeenOften
 from tiering.policy.base import EvictionPolicy
 from tiering.policy.registry import place_of
 from tiering.residency.core import Residency
-from tiering.tiers.base import Tier
+from tiering.residency.state import Generations
+from tiering.tiers.base import PeerTier, Tier
 from tiering.tiers.disk.catalogue import Catalogue, catalogue_path
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
+from tiering.tiers.host import Region
 from tiering.tiers.obj.parts import ObjLimits
 from tiering.tiers.obj.s3 import S3Store
 from tiering.tiers.obj.tier import ObjTier
 from tiering.tiers.segments.tier import SegmentTier
 from tiering.tiers.wrappers.guarded import GuardedTier
-from tiering.tiers.wrappers.metered import MeteredTier
+from tiering.tiers.wrappers.metered import MeteredPeerTier, MeteredTier
 from tiering.tiers.wrappers.pressure import PressureLimits, PressureTier
 from tiering.tiers.wrappers.striped import StripedTier
 from tiering_kernels.chunkio import HEADER_BYTES, EngineUnavailable
@@ -65,9 +69,13 @@ __all__ = [
     "build_host_copier",
     "build_tiers",
     "media_of",
+    "peer_tiers",
 ]
 
 Made = TypeVar("Made")
+
+# Those that chunks are stored in.
+_Storing = FsTierConfig | ObjTierConfig | UserTierConfig
 
 _STORE_SECONDS = 60.0
 """How long a call that stores chunks in a bucket may take."""
@@ -81,9 +89,11 @@ def build_core(
     tiers: int,
     clock: Clock | None = None,
     surveyed: Collection[int] = (),
+    generations: Generations | None = None,
 ) -> Residency:
     """The core over a host tier of `rows` slots and `tiers` secondary tiers, of which it has those
-    `surveyed` that somebody keeps an index of."""
+    `surveyed` that somebody keeps an index of. `generations`: where peers see those of the slots,
+    one for each at least."""
     return Residency(
         rows,
         tiers,
@@ -92,6 +102,8 @@ def build_core(
         config.load_deadline_seconds,
         _build_admission(config),
         surveyed,
+        peer_tiers(config),
+        None if generations is None else generations[:rows],
     )
 
 
@@ -113,12 +125,24 @@ def _build_admission(config: EngineConfig) -> AdmissionPolicy:
     return SeenOften(config.store_threshold, config.max_tracker_size)
 
 
-def build_tiers(config: EngineConfig, namespace: Namespace, chunk_bytes: int) -> list[Tier]:
-    """The secondary tiers in their order, not yet open. `chunk_bytes`: of a row, aligned."""
+def build_tiers(
+    config: EngineConfig,
+    namespace: Namespace,
+    chunk_bytes: int,
+    region: Region | None = None,
+    replica: int = 0,
+) -> list[Tier]:
+    """The secondary tiers in their order, not yet open. `chunk_bytes`: of a row, aligned. `region`:
+    what a tier of peers serves, as data-parallel replica `replica`."""
     clock = MonotonicClock()
     tiers: list[Tier] = []
     for at, tier in enumerate(config.secondary_tiers):
         where = f"secondary_tiers[{at}]"
+        if isinstance(tier, P2pTierConfig):
+            seconds = config.load_deadline_seconds
+            peers = _build_peers(tier, namespace, region, replica, where, seconds)
+            tiers.append(MeteredPeerTier(peers, chunk_bytes, clock))
+            continue
         inner = _build_inner(tier, config.load_deadline_seconds, where, namespace, chunk_bytes)
         built = _guarded(inner, tier, config.pressure_on(tier), config.load_deadline_seconds)
         tiers.append(MeteredTier(built, chunk_bytes, clock))
@@ -147,6 +171,12 @@ def announced_tiers(config: EngineConfig) -> list[int]:
     return [at for at, tier in enumerate(config.secondary_tiers) if tier.enable_kv_events]
 
 
+def peer_tiers(config: EngineConfig) -> list[int]:
+    """The numbers of the secondary tiers that are of peers."""
+    tiers = config.secondary_tiers
+    return [at for at, tier in enumerate(tiers) if isinstance(tier, P2pTierConfig)]
+
+
 def build_catalogues(config: EngineConfig, namespace: Namespace) -> dict[int, Catalogue]:
     """For the tiers that are announced, by number, where their chunks are described: beside them
     if that is a directory of this machine's. Each begins to work when it is first used."""
@@ -158,7 +188,7 @@ def build_catalogues(config: EngineConfig, namespace: Namespace) -> dict[int, Ca
 
 
 def _build_inner(
-    config: TierConfig, deadline_seconds: float, where: str, namespace: Namespace, chunk_bytes: int
+    config: _Storing, deadline_seconds: float, where: str, namespace: Namespace, chunk_bytes: int
 ) -> list[Tier]:
     """What a tier consists of: its roots, or one thing."""
     if isinstance(config, UserTierConfig):
@@ -283,6 +313,34 @@ def _build_root(
         io=io,
         pool=pool,
     )
+
+
+def _build_peers(
+    config: P2pTierConfig,
+    namespace: Namespace,
+    region: Region | None,
+    replica: int,
+    where: str,
+    deadline_seconds: float,
+) -> PeerTier:
+    if region is None:
+        raise ConfigError(
+            f"{where}.type",
+            config.type,
+            "needs an engine whose host memory peers can read, and there is none here",
+            "use it under vLLM or in a TieredStore",
+        )
+    if find_spec("zmq") is None:
+        raise ConfigError(
+            f"{where}.type",
+            config.type,
+            "needs a package that is not installed: pyzmq",
+            "run pip install 'kv-tiering[p2p]'",
+        )
+    # Of an extra: nothing else here needs it.
+    from tiering.tiers.peers.making import build_peers
+
+    return build_peers(config, namespace, region, replica, where, deadline_seconds)
 
 
 def _build_bucket(

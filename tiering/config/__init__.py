@@ -1,13 +1,14 @@
 """Settings as plain data: what each key means, and what is refused before anything starts.
 
-`settings` has the models of an engine, `tiers` and `obj` those of its tiers, `anytier`, `pressure`
-and `fields` what they share;
+`settings` has the models of an engine, `tiers`, `obj` and `p2p` those of its tiers, `anytier`,
+`pressure` and `fields` what they share;
 `problems` turns whatever is wrong into one ConfigError that a user can act on. Reads no file, no
 clock and no environment.
 """
 
 from tiering.config.fields import EXTRA_CONFIG
 from tiering.config.obj import BucketConfig, ObjTierConfig
+from tiering.config.p2p import P2pTierConfig
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import load_json
 from tiering.config.settings import (
@@ -27,6 +28,7 @@ __all__ = [
     "EngineConfig",
     "FsTierConfig",
     "ObjTierConfig",
+    "P2pTierConfig",
     "PressureConfig",
     "Setting",
     "StoreConfig",

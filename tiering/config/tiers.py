@@ -17,6 +17,7 @@ from pydantic import (
 from tiering.config.anytier import TierSettings
 from tiering.config.fields import BYTES_MAX, Roots, Settings, Text
 from tiering.config.obj import BucketConfig, ObjTierConfig
+from tiering.config.p2p import P2pTierConfig
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import ABSENT, nearest, refused, without_secrets
 
@@ -172,7 +173,11 @@ class UserTierConfig(TierSettings):
 
 
 # The kinds of secondary tier, by `type`. A new kind is a line here and a name in the union below.
-TIER_TYPES: Mapping[str, type[Settings]] = {"fs": FsTierConfig, "obj": ObjTierConfig}
+TIER_TYPES: Mapping[str, type[Settings]] = {
+    "fs": FsTierConfig,
+    "obj": ObjTierConfig,
+    "p2p": P2pTierConfig,
+}
 
 # The models of keys that are objects.
 _NESTED: Mapping[int | str, type[Settings]] = {
@@ -189,10 +194,6 @@ _NOT_HERE = {
     "kvcr": (
         "needs a package that this engine does not drive",
         "write a tier of your own around it and name its module in module_path",
-    ),
-    "p2p": (
-        "is not in this version: engines do not send one another chunks yet",
-        'write "fs" with a root_dir that they share',
     ),
 }
 
@@ -235,4 +236,6 @@ def _tier(entry: object) -> object:
     return tier_class(entry).model_validate(dict(entry))
 
 
-TierConfig = Annotated[FsTierConfig | ObjTierConfig | UserTierConfig, BeforeValidator(_tier)]
+TierConfig = Annotated[
+    FsTierConfig | ObjTierConfig | P2pTierConfig | UserTierConfig, BeforeValidator(_tier)
+]

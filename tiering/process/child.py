@@ -134,7 +134,8 @@ class _Service:
     def _transfers(self, outbox: Outbox) -> Transfers:
         region = Region.adopt(self._region_fd, Path(self._setup.region_path))
         config = parse(EngineConfig, self._setup.config)
-        self._tiers = build_tiers(config, self._setup.namespace, region.geometry.row_bytes)
+        setup, chunk_bytes = self._setup, region.geometry.row_bytes
+        self._tiers = build_tiers(config, setup.namespace, chunk_bytes, region, setup.replica)
         return Transfers(self._tiers, region.row, outbox.take)
 
     async def _obey(self, reader: asyncio.StreamReader, transfers: Transfers) -> float:

@@ -24,11 +24,13 @@ _LENGTH = struct.Struct("<I")
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """The first message to the child. `config`: JSON of the settings of the tiers, with their
-    secrets. `levels`: those of the loggers "" and "tiering". `engine_pid`: who it dies with."""
+    secrets. `replica`: of the data-parallel ones. `levels`: those of the loggers "" and "tiering".
+    `engine_pid`: who it dies with."""
 
     config: bytes
     namespace: Namespace
     region_path: str
+    replica: int
     levels: tuple[int, int]
     engine_pid: int
 

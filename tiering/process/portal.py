@@ -44,7 +44,7 @@ CLOSE_SECONDS = 2.0
 
 WAIT_SECONDS = 0.1
 
-_OF_TIERS = ("cpu_bytes_to_use", "secondary_tiers", "backpressure")
+_OF_TIERS = ("cpu_bytes_to_use", "secondary_tiers", "backpressure", "load_deadline_seconds")
 
 
 class DistantTier:
@@ -77,7 +77,8 @@ class DistantTier:
 class ProcessPortal:
     """For a caller without a loop: the loop runs in a child, from `start` to `close`.
 
-    The child makes the tiers of `config` for `namespace` over the rows of `region`. It ends with
+    The child makes the tiers of `config` for `namespace` over the rows of `region`, as those of
+    data-parallel replica `replica`. It ends with
     the engine, however that ends. If it ends by itself, everything that is asked of the tiers
     fails until another one has opened them again, which is tried after a pause that grows.
     """
@@ -87,6 +88,7 @@ class ProcessPortal:
         config: EngineConfig,
         namespace: Namespace,
         region: Region,
+        replica: int = 0,
         clock: Clock | None = None,
     ) -> None:
         given = {name: value for name, value in as_given(config).items() if name in _OF_TIERS}
@@ -94,6 +96,7 @@ class ProcessPortal:
             config=orjson.dumps(given),
             namespace=namespace,
             region_path=str(region.path),
+            replica=replica,
             levels=levels_here(),
             engine_pid=os.getpid(),
         )

@@ -97,9 +97,7 @@ class Residency:
         self._touches = TouchBook(self._known, self._cascades, self._step_id)
         self._surveys = SurveyBook(surveyed, self._step_id, clock)
         self._drops = DropBook(self._known, self.counters, self._step_id)
-        self.peers = PeerBook(
-            peers, self.index, self._holds, self._finder, self.budget, self._step_id
-        )
+        self.peers = PeerBook(peers, self.index, self._holds, self.budget, self._step_id)
         self._steps: list[Step] = []
         self._ids = 0
         # Grows whenever room may have come: before that, what was refused need not be tried again.
@@ -298,6 +296,12 @@ class Residency:
         self._holds.lose(slots)
         self.index.fail(slots)
         self.changes += 1
+
+    def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
+        """For whoever has chunks of this engine for that request of the orchestrator's: all that
+        there will be are those of `keys` that can be read now, and they stay until they were
+        fetched, or nobody has come."""
+        self._steps += self.peers.keep(kv_request_id, keys)
 
     # Removal
 

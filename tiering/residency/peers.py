@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from tiering.events import HOST, ChunksRemoved, ChunksStored, Event
+import numpy as np
+
+from tiering.events import HOST, ChunksCleared, ChunksRemoved, ChunksStored, Event
 from tiering.residency.budget import LoadBudget
-from tiering.residency.finder import Finder
 from tiering.residency.holds import Holds, Peer
 from tiering.residency.index import HostIndex
 from tiering.residency.known import Everything, KnownKeys
@@ -27,14 +28,12 @@ class PeerBook:
         tiers: Collection[int],
         index: HostIndex,
         holds: Holds,
-        finder: Finder,
         budget: LoadBudget,
         next_id: Callable[[], int],
     ) -> None:
         self._tiers = sorted(tiers)
         self._index = index
         self._holds = holds
-        self._finder = finder
         self._budget = budget
         self._next_id = next_id
         self._kept: dict[int, str] = {}
@@ -53,21 +52,34 @@ class PeerBook:
             if isinstance(event, ChunksStored | ChunksRemoved) and event.tier == HOST:
                 for tier in self._tiers:
                     steps += self._of(tier, event)
+            elif isinstance(event, ChunksCleared):
+                steps += [Hide(self._next_id(), tier, ()) for tier in self._tiers]
         return steps
 
-    def keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
-        """Pin the leading `keys` that are in the host tier, as far as loads may, until a peer has
-        fetched them or nobody has come; to be told to `tier`. They are all that there will be."""
+    def told_anew(self) -> list[Step]:
+        """What peers are to know where nothing was said yet: the tiers have been made anew."""
+        if not self._tiers:
+            return []
+        stored = ChunksStored(HOST, tuple(self._index.keys()))
+        return [step for tier in self._tiers for step in self._of(tier, stored)]
+
+    def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[Step]:
+        """Pin those of `keys` that can be read in the host tier, as far as loads may, until a peer
+        has fetched them or nobody has come; what is to be told to each tier of peers."""
+        return [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
+
+    def _keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
         step_id = self._next_id()
         owner = f"kept {step_id}"
-        keys = KeyBatch.of(keys)
-        found = self._finder.in_host(keys)
-        fit = self._budget.fitting(found.slots[: found.host])
+        ready = self._index.ready(keys)
+        slots = np.fromiter(ready.values(), np.int64, len(ready))
+        fit = self._budget.fitting(slots)
+        kept = KeyBatch.of(list(ready)[:fit])
         self._holds.open(owner)
-        self._holds.pin(found.slots[:fit])
-        self._holds.begin(owner, keys[:fit], found.slots[:fit])
+        self._holds.pin(slots[:fit])
+        self._holds.begin(owner, kept, slots[:fit])
         self._kept[step_id] = owner
-        return Keep(step_id, tier, tuple(keys[:fit]), kv_request_id)
+        return Keep(step_id, tier, tuple(kept), kv_request_id)
 
     def is_mine(self, step_id: int) -> bool:
         return step_id in self._kept

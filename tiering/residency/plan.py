@@ -105,7 +105,7 @@ class Show(msgspec.Struct, frozen=True, tag="show"):
 
 
 class Hide(msgspec.Struct, frozen=True, tag="hide"):
-    """`keys` are not in the host tier any more."""
+    """`keys`, or all that were shown where there are none, are not in the host tier any more."""
 
     id: int
     tier: int

@@ -154,7 +154,7 @@ class PeerTier(Tier):
 
     @abstractmethod
     def hide(self, keys: Sequence[bytes]) -> None:
-        """`keys` are no longer there."""
+        """`keys`, or all where there are none, are no longer there."""
 
     @abstractmethod
     async def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[ReadOutcome]:

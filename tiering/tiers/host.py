@@ -137,6 +137,12 @@ class Region:
         self._mapped()
         return os.dup(self._descriptor)
 
+    @property
+    def lent_descriptor(self) -> int:
+        """The region's own, good until `close`."""
+        self._mapped()
+        return self._descriptor
+
     def announce(self, rank: int, digest: bytes) -> None:
         """Say that `rank` has the region mapped, with a 32-byte `digest` of what it will keep
         there. RegionError if the rank was announced before: two workers would share its rows."""

@@ -10,12 +10,13 @@ import hashlib
 import logging
 from collections.abc import Sequence
 
+from tiering.namespace import RANDOM_HASH_SEED
+
 log = logging.getLogger("tiering")
 
-RANDOM = "random"
-"""In place of a digest where vLLM draws another seed at each start. All such engines share one
-directory: a directory each would leave one behind at each start, and the bound on the disk lets
-the oldest of what they stored in vain go first."""
+# All engines with a random seed share one directory: a directory each would leave one behind at
+# each start, and the bound on the disk lets the oldest of what they stored in vain go first.
+RANDOM = RANDOM_HASH_SEED
 
 UNKNOWN = "unknown"
 """In place of a digest where this vLLM has another rule."""

@@ -22,7 +22,7 @@ from tiering.portal import OwnLoopPortal, ThreadPortal, TierView
 from tiering.process.portal import ProcessPortal
 from tiering.residency.core import Residency
 from tiering.tiers.host import Region, region_name
-from tiering.wiring import build_core, build_tiers
+from tiering.wiring import build_core, build_tiers, peer_tiers
 from tiering_connectors.vllm.hashing import hash_warning
 
 log = logging.getLogger("tiering")
@@ -88,16 +88,18 @@ class Opened:
         namespace: Namespace,
         config: ConnectorConfig,
         surveyed: Collection[int] = (),
+        replica: int = 0,
     ) -> Opened:
         """Open them; says what is wrong with the namespace's hashes, if anything is. `surveyed`:
-        the tiers that are announced."""
-        portal = _portal(region, namespace, config)
+        the tiers that are announced. `replica`: which data-parallel one this is."""
+        portal = _portal(region, namespace, config, replica)
         portal.start()
         names = [tier.name for tier in portal.tiers]
         warning = hash_warning(namespace.hash_algorithm, namespace.hash_seed, names)
         if warning is not None:
             log.warning("%s", warning)
-        core = build_core(config, slots, len(names), surveyed=surveyed)
+        generations = region.generations() if peer_tiers(config) else None
+        core = build_core(config, slots, len(names), surveyed=surveyed, generations=generations)
         return cls(core, portal)
 
     @property
@@ -112,11 +114,13 @@ class Opened:
         return ", ".join(tier.name for tier in self.tiers) or "no other tier"
 
 
-def _portal(region: Region, namespace: Namespace, config: ConnectorConfig) -> OwnLoopPortal:
+def _portal(
+    region: Region, namespace: Namespace, config: ConnectorConfig, replica: int
+) -> OwnLoopPortal:
     # Without tiers a loop has nothing to do, wherever it is.
     if config.loop == "process" and config.secondary_tiers:
-        return ProcessPortal(config, namespace, region)
-    tiers = build_tiers(config, namespace, region.geometry.row_bytes)
+        return ProcessPortal(config, namespace, region, replica)
+    tiers = build_tiers(config, namespace, region.geometry.row_bytes, region, replica)
     return ThreadPortal(tiers, region.row)
 
 

@@ -49,6 +49,11 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _READING = b"reading"
 
 
+def has_infiniband() -> bool:
+    """Whether this host has a device for RDMA: InfiniBand or RoCE."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
 class NixlTransport(Transport):
     """`backends` and `num_threads` are NIXL's."""
 
@@ -385,7 +390,7 @@ class _GivenUp(Exception):
 
 def _new_agent(name: str, backends: list[str], num_threads: int) -> Any:
     """Blocks for a second or two. ConfigError where NIXL cannot be had."""
-    if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
+    if not has_infiniband():
         # Without such a device UCX's module for it has nothing to do, and crashes the interpreter
         # at its exit. UCX reads this when it is loaded.
         os.environ.setdefault("UCX_MODULES", "^ib")

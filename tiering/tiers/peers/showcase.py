@@ -39,7 +39,9 @@ class Showcase:
         self._shown(keys)
 
     def hide(self, keys: Sequence[bytes]) -> None:
-        """`keys` are not there any more."""
+        """`keys`, or all where there are none, are not there any more."""
+        if not keys:
+            self._at.clear()
         for key in keys:
             self._at.pop(key, None)
 

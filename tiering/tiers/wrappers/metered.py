@@ -19,7 +19,9 @@ from tiering.tiers.base import (
     DeleteOutcome,
     Failed,
     Listener,
+    PeerTier,
     Read,
+    Reading,
     ReadOutcome,
     Tier,
     Write,
@@ -64,12 +66,10 @@ class MeteredTier(Tier):
         self._counters = _counters()
 
     async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]:
-        return await self._metered("lookups", keys, lambda: self._inner.contains(keys))
+        return await self._asked(self._inner, keys)
 
     async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
-        outcomes = await self._metered("reads", keys, lambda: self._inner.read(keys, buffers))
-        self._counters.add("read_bytes", self._chunk_bytes * outcomes.count(Read.HIT))
-        return outcomes
+        return await self._read_from(self._inner, keys, buffers)
 
     async def write(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -96,6 +96,16 @@ class MeteredTier(Tier):
 
     async def close(self) -> None:
         await self._inner.close()
+
+    async def _asked(self, source: Reading, keys: Sequence[bytes]) -> list[ReadOutcome]:
+        return await self._metered("lookups", keys, lambda: source.contains(keys))
+
+    async def _read_from(
+        self, source: Reading, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[ReadOutcome]:
+        outcomes = await self._metered("reads", keys, lambda: source.read(keys, buffers))
+        self._counters.add("read_bytes", self._chunk_bytes * outcomes.count(Read.HIT))
+        return outcomes
 
     async def _metered(
         self,
@@ -126,6 +136,38 @@ class MeteredTier(Tier):
             self._keys[operation] -= keys
             took = max(0.0, self._clock.now() - began)
             self._counters.add(f"{operation}_microseconds", round(took * MICROSECONDS))
+
+
+class MeteredPeerTier(MeteredTier, PeerTier):
+    """The same around a tier of peers: what is read of peers counts, not what they read here."""
+
+    def __init__(self, inner: PeerTier, chunk_bytes: int, clock: Clock) -> None:
+        super().__init__(inner, chunk_bytes, clock)
+        self._peers = inner
+
+    def at(self, peer: bytes) -> Reading:
+        return _MeteredReading(self, self._peers.at(peer))
+
+    def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._peers.show(keys, slots, generations)
+
+    def hide(self, keys: Sequence[bytes]) -> None:
+        self._peers.hide(keys)
+
+    async def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[ReadOutcome]:
+        return await self._peers.keep(kv_request_id, keys)
+
+
+class _MeteredReading:
+    def __init__(self, tier: MeteredPeerTier, source: Reading) -> None:
+        self._tier = tier
+        self._source = source
+
+    async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]:
+        return await self._tier._asked(self._source, keys)
+
+    async def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[ReadOutcome]:
+        return await self._tier._read_from(self._source, keys, buffers)
 
 
 def _counters() -> Counters:
