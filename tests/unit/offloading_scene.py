@@ -36,6 +36,7 @@ class Context:
     """vLLM's ReqContext, as far as it is used."""
 
     req_id: str
+    kv_transfer_params: dict[str, Any] | None = None
     _offload_key_positions: dict[bytes, int] = field(default_factory=dict)
 
     def get_offload_key_position(self, key: bytes) -> int | None:

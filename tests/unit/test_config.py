@@ -175,10 +175,6 @@ BAD_CONNECTOR = {
         connector(secondary_tiers=[{"root_dir": "/mnt/kv"}]),
         "secondary_tiers[0].type", "(absent)", "required", "'fs'",
     ),
-    "peers": (
-        connector(secondary_tiers=[{"type": "p2p", "port": 5710}]),
-        "secondary_tiers[0].type", "'p2p'", "not in this version", "root_dir that they share",
-    ),
     "vLLM's example": (
         connector(secondary_tiers=[{"type": "example", "custom_param": 67}]),
         "secondary_tiers[0].type", "'example'", "authors of tiers", '"fs"',

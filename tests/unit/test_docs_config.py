@@ -18,6 +18,7 @@ from tiering.config import (
     EngineConfig,
     FsTierConfig,
     ObjTierConfig,
+    P2pTierConfig,
     PressureConfig,
     StoreConfig,
     UserTierConfig,
@@ -35,6 +36,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "connector": ConnectorConfig,
     "fs": FsTierConfig,
     "obj": ObjTierConfig,
+    "p2p": P2pTierConfig,
     "bucket": BucketConfig,
     "user": UserTierConfig,
     "pressure": PressureConfig,
@@ -77,6 +79,7 @@ def test_every_key_has_an_example() -> None:
     assert shown["connector"] == set(ConnectorConfig.model_fields)
     assert shown["fs"] == set(FsTierConfig.model_fields)
     assert shown["obj"] == set(ObjTierConfig.model_fields)
+    assert shown["p2p"] == set(P2pTierConfig.model_fields)
     assert shown["bucket"] == set(BucketConfig.model_fields)
     assert shown["user"] == set(UserTierConfig.model_fields) | {"path"}
     assert shown["pressure"] == set(PressureConfig.model_fields)
@@ -97,6 +100,10 @@ def test_every_key_is_in_a_table_with_its_default(model_class: type[BaseModel]) 
         "cache_policy_module_path": "none",
         "spec_name": "none",
         "spec_module_path": "none",
+        "host": "`VLLM_P2P_SIDE_CHANNEL_HOST`, else `localhost`",
+        "port": "`VLLM_P2P_SIDE_CHANNEL_PORT`, else `5710`",
+        "advertised_host": "`host`",
+        "auth": "none",
         "access_key": "AWS's chain",
         "secret_key": "AWS's chain",
         "session_token": "AWS's chain",
@@ -129,12 +136,12 @@ def test_the_python_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_key_of_vllms_is_told_and_is_as_it_is_told() -> None:
     assert sorted(VLLMS) == sorted(VLLMS_KEYS)
-    models = (ConnectorConfig, FsTierConfig, ObjTierConfig, UserTierConfig)
+    models = (ConnectorConfig, FsTierConfig, ObjTierConfig, P2pTierConfig, UserTierConfig)
     ours = {name for model in models for name in model.model_fields}
     ours |= {field.name for field in fields(RequestLimits)} | {"kv_load_tiers"}
     for key, told in VLLMS.items():
         assert (key in ours) == (not re.match("with `|refused", told)), key
-    for kind in re.findall(r"`(\w+)`", VLLMS["type"])[2:]:
+    for kind in re.findall(r"`(\w+)`", VLLMS["type"])[3:]:
         entries = [{"type": kind, "store_config": {}, "prefix": "", "host": "", "port": 1}]
         with pytest.raises(ConfigError, match=rf"^secondary_tiers\[0\].type = '{kind}'"):
             parse(ConnectorConfig, {"cpu_bytes_to_use": 1, "secondary_tiers": entries})

@@ -12,18 +12,28 @@ class TierSettings(Settings):
     """The keys that every kind of tier has, and what the engine does about them."""
 
     type: str
-    enable_kv_events: bool = Field(
-        default=False,
-        description="Publish KV events of what is stored here and what is gone, if vLLM publishes "
-        "any (--kv-events-config).",
-        examples=[True],
-    )
     locality: Locality | None = Field(
         default=None,
         description="Whether the storage is LOCAL to this server or REMOTE: what the request "
         "parameter kv_load_tiers is compared with, and what events say. Dynamo 1.6 drops events "
         "that say REMOTE.",
         examples=["LOCAL"],
+    )
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The directories that it keeps chunks in and shares with no other tier."""
+        return ()
+
+
+class StoringTierSettings(TierSettings):
+    """The keys of every kind that chunks are stored in."""
+
+    enable_kv_events: bool = Field(
+        default=False,
+        description="Publish KV events of what is stored here and what is gone, if vLLM publishes "
+        "any (--kv-events-config).",
+        examples=[True],
     )
     event_medium: EventMedium | None = Field(
         default=None,
@@ -37,8 +47,3 @@ class TierSettings(Settings):
         "taken from backpressure of the engine, if it has one; {} is the defaults.",
         examples=[{"high_water_s": 0.05}],
     )
-
-    @property
-    def roots(self) -> tuple[str, ...]:
-        """The directories that it keeps chunks in and shares with no other tier."""
-        return ()

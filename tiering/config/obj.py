@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiering.config.anytier import TierSettings
+from tiering.config.anytier import StoringTierSettings
 from tiering.config.fields import BYTES_MAX, Settings, Text
 from tiering.config.problems import ABSENT, Shown, refused
 
@@ -314,7 +314,7 @@ def _host_and_port(host: str, wrong: Any, example: str) -> str:
     return f"{name}:{int(port)}" if port else name
 
 
-class ObjTierConfig(TierSettings):
+class ObjTierConfig(StoringTierSettings):
     """A bucket of an S3-compatible object store as a secondary tier."""
 
     # Written out in JSON, where it says which tier is meant; the class says it in Python.

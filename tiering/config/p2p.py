@@ -7,13 +7,13 @@ keys that are left out. The names and defaults that vLLM has are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from tiering.config.anytier import TierSettings
 from tiering.config.fields import DAY_SECONDS, Text, listed
-from tiering.config.problems import ABSENT, refused
+from tiering.config.problems import refused
 from tiering.errors import ConfigError
 from tiering.peers.addresses import PORT_MAX, Address, address
 
@@ -48,6 +48,11 @@ class P2pTierConfig(TierSettings):
 
     # Written out in JSON, where it says which tier is meant; the class says it in Python.
     model_config = ConfigDict(json_schema_extra={"required": ["type"]})
+
+    # Nothing is stored here, and each engine announces itself what it holds.
+    enable_kv_events: ClassVar[bool] = False
+    event_medium: ClassVar[None] = None
+    backpressure: ClassVar[None] = None
 
     type: Literal["p2p"] = Field(default="p2p", description="Kind of tier.", examples=["p2p"])
     host: Host | None = Field(
@@ -126,21 +131,6 @@ class P2pTierConfig(TierSettings):
         description="Most engines that have sessions with this one to have chunks from it.",
         examples=[64],
     )
-
-    @model_validator(mode="after")
-    def _has_no_chunks(self) -> Self:
-        """What other tiers have keys for, and this one has nothing for."""
-        if self.enable_kv_events:
-            raise refused(
-                "cannot be: each engine announces itself what it holds",
-                "leave it out: the host tier of each is announced by that engine",
-                "enable_kv_events",
-                True,
-            )
-        for key in ("event_medium", "backpressure"):
-            if getattr(self, key) is not None:
-                raise refused("cannot be: nothing is stored here", "leave it out", key, ABSENT)
-        return self
 
     def bound(self, where: str, rank: int, environment: Mapping[str, str]) -> Address:
         """Where data-parallel replica `rank` is reached. ConfigError for what `environment` says

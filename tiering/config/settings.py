@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiering.config.anytier import TierSettings
+from tiering.config.anytier import StoringTierSettings, TierSettings
 from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
 from tiering.config.obj import told_secret
 from tiering.config.pressure import PressureConfig
@@ -177,6 +177,8 @@ class EngineConfig(Settings):
 
     def pressure_on(self, tier: TierSettings) -> PressureConfig | None:
         """When `tier` is spared; None for never."""
+        if not isinstance(tier, StoringTierSettings):
+            return None
         own = tier.backpressure
         return self.backpressure if own is None else own.over(self.backpressure)
 

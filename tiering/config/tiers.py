@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiering.config.anytier import TierSettings
+from tiering.config.anytier import StoringTierSettings
 from tiering.config.fields import BYTES_MAX, Roots, Settings, Text
 from tiering.config.obj import BucketConfig, ObjTierConfig
 from tiering.config.p2p import P2pTierConfig
@@ -24,7 +24,7 @@ from tiering.config.problems import ABSENT, nearest, refused, without_secrets
 _EXAMPLE = '{"type": "fs", "root_dir": "/mnt/kv_cache"}'
 
 
-class FsTierConfig(TierSettings):
+class FsTierConfig(StoringTierSettings):
     """A directory of a file system as a secondary tier."""
 
     # Written out in JSON, where it says which tier is meant; the class says it in Python.
@@ -140,7 +140,7 @@ class FsTierConfig(TierSettings):
         return (self.root_dir,) if isinstance(self.root_dir, str) else self.root_dir
 
 
-class UserTierConfig(TierSettings):
+class UserTierConfig(StoringTierSettings):
     """A tier of the user's own. Keys that are not named here are handed to its constructor."""
 
     model_config = ConfigDict(extra="allow", title="A tier of your own")

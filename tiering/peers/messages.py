@@ -34,13 +34,14 @@ OFFERS_MAX = 8
 FIELDS_MAX = 48
 FIELD_CHARS_MAX = 1024
 REASON_CHARS_MAX = 4096
+REQUEST_ID_CHARS_MAX = 512
 
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Round = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-_RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
+_RequestId = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_CHARS_MAX)]
 _Keys = Annotated[bytes, Meta(max_length=KEYS_MAX * KEY_BYTES_MAX)]
 _KeyBytes = Annotated[int, Meta(ge=1, le=KEY_BYTES_MAX)]
 _Marks = Annotated[bytes, Meta(max_length=KEYS_MAX)]

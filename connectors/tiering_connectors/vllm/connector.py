@@ -25,7 +25,7 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import announced_tiers
+from tiering.wiring import announced_tiers, peer_tiers
 from tiering_connectors.vllm.announcing import SILENCE, announcing_for
 from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import (
@@ -52,7 +52,7 @@ from tiering_connectors.vllm.params import kinds_of
 from tiering_connectors.vllm.pauses import pause_of
 from tiering_connectors.vllm.plugin import register
 from tiering_connectors.vllm.scheduler import SchedulerHalf
-from tiering_connectors.vllm.versions import tells_failed_loads, warn_untested
+from tiering_connectors.vllm.versions import replica_of, tells_failed_loads, warn_untested
 from tiering_connectors.vllm.worker import Loaded, WorkerHalf
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class TieredConnector(KVConnectorBase_V1):
             self._vllm_config, self._kv_cache_config, self._config, self._geometry, namespace, rows
         )
         announced = announced_tiers(self._config) if announcing.is_heard else []
-        opened = Opened.over(region, rows, namespace, self._config, announced)
+        replica = replica_of(self._vllm_config.parallel_config)
+        opened = Opened.over(region, rows, namespace, self._config, announced, replica)
         self._portal = opened.portal
         self._announcing = announcing
         self._scheduler = half = SchedulerHalf(
@@ -151,6 +152,7 @@ class TieredConnector(KVConnectorBase_V1):
             kinds_of(self._config),
             announcing,
             pause_of(self._vllm_config.parallel_config.data_parallel_size),
+            peer_tiers(self._config),
         )
         self._growth = Growth(
             opened.tiers,

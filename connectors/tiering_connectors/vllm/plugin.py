@@ -1,7 +1,7 @@
 """vLLM's plugin entry point: makes the connector loadable by its name alone.
 
 Called in every vLLM process of an environment that has this package, also those that never use
-it: it only registers, imports nothing heavy, and never raises.
+it: it only registers, imports nothing that vLLM does not, and never raises.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ import logging
 
 NAME = "TieredConnector"
 MODULE = "tiering_connectors.vllm.connector"
+
+
+def start() -> None:
+    """The entry point."""
+    register()
+    try:
+        from tiering_connectors.vllm.checking import refuse_wrong_roles
+
+        refuse_wrong_roles()
+    except Exception as error:
+        # The engine ignores them then, and says so.
+        logging.getLogger("tiering").debug("requests are not checked for their roles: %s", error)
 
 
 def register() -> None:

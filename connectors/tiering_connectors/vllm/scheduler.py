@@ -24,6 +24,7 @@ from tiering_connectors.vllm.meter import TransferMeter, host_now
 from tiering_connectors.vllm.orders import Acknowledgements, CopyJob, StepOrders
 from tiering_connectors.vllm.params import RequestLimits, TierKind
 from tiering_connectors.vllm.pauses import Pause, take_pause
+from tiering_connectors.vllm.peering import Peering
 from tiering_connectors.vllm.storing import NULL_BLOCK, Storer
 from tiering_connectors.vllm.tracked import KeyMaker, Stores, Tracked
 from tiering_connectors.vllm.versions import block_tables
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 class SchedulerHalf:
     """One for each engine (for each data-parallel replica). `tiers`: what a request may choose
     the secondary tiers by. `meter` is told of copies and lookups, `announcing` of what may come to
-    the tiers. `pause` is what a step does that has nothing else to do."""
+    the tiers. `pause` is what a step does that has nothing else to do. `peer_tiers`: the numbers of
+    the tiers that are of peers."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class SchedulerHalf:
         tiers: Sequence[TierKind] = (),
         announcing: Silence = SILENCE,
         pause: Pause = take_pause,
+        peer_tiers: Sequence[int] = (),
     ) -> None:
         self.meter = TransferMeter()
         self._pause = pause
@@ -62,6 +65,7 @@ class SchedulerHalf:
         self._storer = Storer(
             engine.core, geometry, self._jobs, self.meter, offload_prompt_only, announcing
         )
+        self._peering = Peering(engine.core, peer_tiers)
         self._requests: dict[str, Tracked] = {}
         # Those that may have something to store.
         self._storing: set[str] = set()
@@ -219,6 +223,7 @@ class SchedulerHalf:
                 tracked.has_failed |= job.has_failed
                 if tracked.is_finished:
                     self._forget(job.owner)
+        self._peering.go_on()
         self._engine.pump()
 
     def distrust_stores(self) -> None:
@@ -235,10 +240,14 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """The request is over; a load under way keeps its pins until it has ended."""
         tracked = self._requests.get(request.request_id)
-        if tracked is not None:
+        if tracked is None:
+            self._peering.never_began(request.kv_transfer_params)
+        else:
             tracked.is_finished = True
+            self._peering.end(tracked.roles, tracked.kept)
             if not tracked.is_loading:
                 self._forget(request.request_id)
+        self._engine.pump()
 
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
@@ -248,6 +257,7 @@ class SchedulerHalf:
             tracked.keys = self._no_keys()
             tracked.is_stale = True
         self._core.reset()
+        self._peering.forget()
         self._engine.pump()
         self._announcing.masked(self._keys.mask)
 
@@ -290,6 +300,7 @@ class SchedulerHalf:
             self._core.open(tracked.owner)
             if limits.load_tiers is not None:
                 self._core.restrict(tracked.owner, limits.load_tiers)
+            tracked.roles = self._peering.begin(tracked.owner, request.kv_transfer_params)
         return tracked
 
     def _no_keys(self) -> list[list[bytes]]:

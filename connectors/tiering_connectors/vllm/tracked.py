@@ -15,6 +15,7 @@ from tiering.keys import GROUP_BYTES
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.groups import Group
 from tiering_connectors.vllm.params import RequestLimits
+from tiering_connectors.vllm.roles import NO_ROLES, Roles
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -99,6 +100,7 @@ class Tracked:
     request: Request
     limits: RequestLimits
     keys: list[list[bytes]]
+    roles: Roles = NO_ROLES
     local: int = 0
     branch: int = 0
     asked_at: float = 0.0
@@ -120,6 +122,11 @@ class Tracked:
     @property
     def owner(self) -> str:
         return self.request.request_id
+
+    @property
+    def kept(self) -> Sequence[bytes]:
+        """What of it is in the host tier, or will be, unless it was evicted."""
+        return () if self.is_stale else self.stores.chain[: self.stores.done]
 
 
 def interleaved(groups: Sequence[Group], chunks: Sequence[range]) -> list[tuple[int, int]]:

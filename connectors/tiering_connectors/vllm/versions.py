@@ -70,3 +70,9 @@ def tells_failed_loads() -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+def replica_of(parallel_config: Any) -> int:
+    """Which data-parallel one this engine is; a rank is renumbered where engines are independent
+    of one another."""
+    return int(getattr(parallel_config, "data_parallel_index", parallel_config.data_parallel_rank))

@@ -23,6 +23,7 @@ from tiering_connectors.vllm.offloading.ledger import Ledger
 from tiering_connectors.vllm.offloading.lookups import Lookups, Request
 from tiering_connectors.vllm.offloading.rows import Rows
 from tiering_connectors.vllm.pauses import Pause, take_pause
+from tiering_connectors.vllm.peering import Peering
 
 _EPOCH_BYTES = 16
 _LOAD_OWNER = "\0load "
@@ -34,6 +35,7 @@ class Context(Protocol):
     """What is used of vLLM's ReqContext."""
 
     req_id: str
+    kv_transfer_params: dict[str, Any] | None
 
     def get_offload_key_position(self, key: Any) -> int | None:
         """The token at which the chunk ends in its request."""
@@ -79,7 +81,7 @@ class Removals:
 class OffloadingHalf:
     """One for each engine. `removals` is the sink of `engine`; `groups` are the KV cache groups
     that vLLM offloads, by its own index. `pause` is what a step does that has nothing else to
-    do."""
+    do. `peer_tiers`: the numbers of the tiers that are of peers."""
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class OffloadingHalf:
         meter: TransferMeter,
         groups: Sequence[int],
         pause: Pause = take_pause,
+        peer_tiers: Sequence[int] = (),
     ) -> None:
+        self._peering = Peering(engine.core, peer_tiers)
         self._pause = pause
         self._engine = engine
         self._removals = removals
@@ -114,18 +118,23 @@ class OffloadingHalf:
 
     # Requests
 
-    def begin(self, context: Context, tiers: frozenset[int] | None = None) -> None:
-        """A request that may load from these secondary tiers, or from all."""
-        self._request(context.req_id)
+    def begin(self, context: Context, tiers: frozenset[int] | None = None) -> bool:
+        """A request that may load from these secondary tiers, or from all. Whether all of it is to
+        be offered for storing, also what is here already: another engine is to have it."""
+        request = self._request(context.req_id)
         if tiers is not None:
             self._core.restrict(context.req_id, tiers)
+        request.roles = self._peering.begin(request.owner, context.kv_transfer_params)
+        return request.roles.kept_as is not None
 
     def end(self, context: Context) -> None:
         """It is over, but for copies that workers are still at."""
         request = self._requests.pop(context.req_id, None)
         if request is not None:
             self._lookups.start(request)
+            self._peering.end(request.roles, request.chain)
             self._core.close(request.owner)
+            self._engine.pump()
 
     def touch(self, keys: Collection[bytes], context: Context) -> None:
         """The request uses `keys`, from wherever."""
@@ -209,6 +218,7 @@ class OffloadingHalf:
         bad = [slot for slot, is_whole in zip(slots, whole, strict=True) if not is_whole]
         self._core.unfilled(bad)
         self.stores_failed += len(bad)
+        self._peering.go_on()
         self._lookups.next_step()
         self._engine.pump()
 
@@ -246,6 +256,7 @@ class OffloadingHalf:
     def reset(self) -> None:
         """Nothing stored until now will be found again, in any tier."""
         self._core.reset()
+        self._peering.forget()
         # What that removes has its names from before.
         self._engine.pump()
         self._epoch = secrets.token_bytes(_EPOCH_BYTES)

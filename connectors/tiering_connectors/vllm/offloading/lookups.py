@@ -20,6 +20,7 @@ from tiering.clock import Clock
 from tiering.keys import split_key
 from tiering.residency.answers import Place
 from tiering.residency.core import Residency
+from tiering_connectors.vllm.roles import NO_ROLES, Roles
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Request:
     what it has stored, head first. `is_cut`: there was no room for all of it, so nothing more."""
 
     owner: str
+    roles: Roles = NO_ROLES
     keys: dict[bytes, None] = field(default_factory=dict)
     step: int = -1
     places: dict[bytes, int] = field(default_factory=dict)

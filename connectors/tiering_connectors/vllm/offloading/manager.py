@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -58,7 +59,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._events = events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._half.begin(req_context, self._allowed(req_context))
+        if self._half.begin(req_context, self._allowed(req_context)):
+            return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

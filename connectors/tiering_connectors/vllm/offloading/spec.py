@@ -31,6 +31,7 @@ from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
+from tiering.wiring import peer_tiers
 from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import device_type
 from tiering_connectors.vllm.logs import log_with_vllm
@@ -116,7 +117,8 @@ class TieredOffloadingSpec(OffloadingSpec):
         self._region = region
         settings, clock, ledger = self._settings, MonotonicClock(), self._ledger(region)
         namespace = namespace_from(ledger.note(), digests)
-        opened = Opened.over(region, ledger.slots, namespace, settings)
+        replica = self.config.parallel.data_parallel_index
+        opened = Opened.over(region, ledger.slots, namespace, settings, replica=replica)
         self._portal, core = opened.portal, opened.core
         log.info(
             "TieredOffloadingSpec: %d chunks of %s tokens in host memory, then %s",
@@ -134,6 +136,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             meter,
             [group.group_id for group in self.config.groups],
             pause_of(self.config.parallel.data_parallel_size),
+            peer_tiers(settings),
         )
         if events is not None:
             events.bind(half.name_of)

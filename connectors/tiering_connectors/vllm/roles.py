@@ -1,0 +1,97 @@
+"""What a request has to do with other engines: the roles in its `kv_transfer_params`.
+
+Owns their names, their fields and which of them go together. The keys are those of vLLM's tier of
+peers, each named after the remote counterpart: `remote_prefiller` and `remote_kv_source` say where
+chunks come from, `remote_decoder` for whom they are kept. Pure.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tiering.errors import ConfigError
+from tiering.peers.addresses import address
+from tiering.peers.messages import REQUEST_ID_CHARS_MAX
+from tiering.tiers.peers.whom import Whom
+
+DECODER, PREFILLER, SOURCE = "remote_decoder", "remote_prefiller", "remote_kv_source"
+_ID, _HOST, _PORT = "kv_request_id", "remote_host", "remote_port"
+_WHY = {
+    DECODER: "contradict one another: a request is prefilled here, or elsewhere",
+    SOURCE: "are two sources for the same chunks",
+}
+
+
+class RoleError(ValueError):
+    """The roles of a request cannot be meant; its text names the key and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """`whom`: the engine that the request may have chunks from. `kept_as`: the orchestrator's id
+    under which what it computes is kept for another one."""
+
+    whom: Whom | None = None
+    kept_as: str | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> Self:
+        """RoleError for what cannot be meant. Keys that are null are as good as left out."""
+        given = {
+            role: params[role]
+            for role in (DECODER, PREFILLER, SOURCE)
+            if params and params.get(role) is not None
+        }
+        if PREFILLER in given:
+            for other, why in _WHY.items():
+                if other in given:
+                    raise RoleError(
+                        f"kv_transfer_params: {PREFILLER} and {other} {why}; leave out one of them "
+                        f"(only {DECODER} and {SOURCE} go together)"
+                    )
+        whom = kept_as = None
+        for role in (PREFILLER, SOURCE):
+            if role in given:
+                whom = _whom(role, given[role])
+        if DECODER in given:
+            kept_as = _request_id(DECODER, _fields(DECODER, given[DECODER]))
+        return cls(whom, kept_as)
+
+
+NO_ROLES = Roles()
+
+
+def _whom(role: str, value: object) -> Whom:
+    fields = _fields(role, value)
+    host, port = fields.get(_HOST), fields.get(_PORT)
+    if not isinstance(host, str):
+        raise _wrong(role, _HOST, host, "must be text: the host of the peer's control socket")
+    if type(port) is not int or port < 1:
+        raise _wrong(role, _PORT, port, "must be a whole number: that socket's port")
+    try:
+        at = address(_HOST, host, port)
+    except ConfigError as error:
+        key = _HOST if error.path == _HOST else _PORT
+        raise _wrong(role, key, fields[key], f"{error.reason}; {error.remedy}") from None
+    return Whom(at.host, at.port, _request_id(role, fields), role == PREFILLER)
+
+
+def _request_id(role: str, fields: Mapping[str, Any]) -> str:
+    value = fields.get(_ID)
+    if not isinstance(value, str) or not 0 < len(value) <= REQUEST_ID_CHARS_MAX:
+        told = f"must be text of 1 to {REQUEST_ID_CHARS_MAX} characters, the same for both engines"
+        raise _wrong(role, _ID, value, told)
+    return value
+
+
+def _fields(role: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RoleError(f"kv_transfer_params.{role} = {reprlib.repr(value)}: must be an object")
+    return value
+
+
+def _wrong(role: str, key: str, value: object, reason: str) -> RoleError:
+    return RoleError(f"kv_transfer_params.{role}.{key} = {reprlib.repr(value)}: {reason}")
