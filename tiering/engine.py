@@ -36,10 +36,10 @@ class Engine:
         if self._restarts != self._portal.restarts:
             self._restarts = self._portal.restarts
             self._submit(core.peers.told_anew())
-        self._submit(core.take_steps())
-        events = core.take_events()
+        steps, events = core.take_steps(), core.take_events()
+        # What peers are shown goes first: of what is kept for one of them, all is shown by then.
+        self._submit([*core.peers.told(events), *steps])
         if events:
-            self._submit(core.peers.told(events))
             self._events.publish(events)
 
     def _submit(self, steps: Sequence[Step]) -> None:

@@ -22,10 +22,13 @@ from tiering.residency.plan import (
     Contains,
     Drop,
     Found,
+    Hide,
+    Keep,
     News,
     Outcome,
     Promote,
     Removed,
+    Show,
     Step,
     Survey,
     Touch,
@@ -34,11 +37,14 @@ from tiering.residency.plan import (
 
 GARBAGE = 0xDD
 GATHER, SCATTER = "gather", "scatter"
+_AT_ONCE = Touch | Survey | Show | Hide
 
 
 class GatedPortal:
     """Tiers that are dicts, over `rows`: uint8, `(slots, row_bytes)`. `steps` are under way; of
     so many promotions as `reads_to_fail` says the middle one of the chunks fails."""
+
+    restarts = 0
 
     def __init__(self, rows: npt.NDArray[np.uint8], tiers: int) -> None:
         self.rows = rows
@@ -56,14 +62,14 @@ class GatedPortal:
             elif isinstance(step, Cascade):
                 self._sources[step.id] = self.rows[list(step.slots)].tobytes()
         self.submitted += steps
-        self.steps += [step for step in steps if not isinstance(step, Touch | Survey)]
+        self.steps += [step for step in steps if not isinstance(step, _AT_ONCE)]
         for step in steps:
             if isinstance(step, Survey):
                 found = tuple(self.stored[step.tier])
                 self._outcomes += [Found(step.tier, found), Outcome(step.id, ())]
-        # Nothing comes of a touch, and nobody waits for it.
-        touches = [step for step in steps if isinstance(step, Touch)]
-        self._outcomes += [Outcome(step.id, ()) for step in touches]
+        # Nothing comes of these, and nobody waits for them.
+        hints = [step for step in steps if isinstance(step, Touch | Show | Hide)]
+        self._outcomes += [Outcome(step.id, ()) for step in hints]
 
     def drain(self) -> list[News]:
         outcomes, self._outcomes = self._outcomes, []
@@ -86,7 +92,13 @@ class GatedPortal:
         if isinstance(step, Promote) and self.reads_to_fail and not failing:
             self.reads_to_fail -= 1
             failing = {len(step.keys) // 2}
-        act = {Contains: self._ask, Promote: self._read, Cascade: self._write, Drop: self._delete}
+        act = {
+            Contains: self._ask,
+            Promote: self._read,
+            Cascade: self._write,
+            Drop: self._delete,
+            Keep: lambda step, i: Verdict.HIT,
+        }
         if isinstance(step, Cascade):
             source = self._sources.pop(step.id)
             assert source == self.rows[list(step.slots)].tobytes(), "written to while it was read"

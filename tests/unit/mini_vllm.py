@@ -41,7 +41,7 @@ DEADLINE_SECONDS = 10.0
 
 class MiniVllm:
     """One engine, `ranks` workers, `replicas` neighbours of which hold the same bytes. `step` is
-    one turn of vLLM's loop. `groups` is one of all history, of chunks of `blocks_per_chunk`,
+    one turn of vLLM's loop. Those of `tiers` that are in `peers` are of peers. `groups` is one of all history, of chunks of `blocks_per_chunk`,
     unless given."""
 
     def __init__(
@@ -60,6 +60,7 @@ class MiniVllm:
         token_budget: int = 64,
         running_max: int = 4,
         is_listened_to: bool = True,
+        peers: Sequence[int] = (),
     ) -> None:
         # Block 0 is nobody's.
         device_blocks += 1
@@ -74,14 +75,20 @@ class MiniVllm:
         self.rows = np.full((slots, geometry.row.payload_bytes), 0xEE, np.uint8)
         self.portal = GatedPortal(self.rows, tiers)
         self.core = Residency(
-            slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS, surveyed=range(tiers)
+            slots,
+            tiers,
+            LruPolicy(slots),
+            self.clock,
+            DEADLINE_SECONDS,
+            surveyed=[tier for tier in range(tiers) if tier not in peers],
+            peers=peers,
         )
         self.listener = Listener(geometry, tiers, slots, self.clock)
         announcing = self.listener.announcing if is_listened_to else SILENCE
         engine = Engine(self.core, self.portal, announcing)
         self.pauses = 0
         self.half = SchedulerHalf(
-            engine, geometry, prompt_only, self.clock, tier_kinds, announcing, self._pause
+            engine, geometry, prompt_only, self.clock, tier_kinds, announcing, self._pause, peers
         )
         self.devices, self.copiers, self.workers = [], [], []
         for rank in range(ranks):
@@ -216,7 +223,7 @@ class MiniVllm:
     def settle(self) -> None:
         """Let the tiers finish, then nothing may be left of anything."""
         for _ in range(100):
-            if not self.core.steps_out:
+            if not (self.core.steps_out or self.portal.steps):
                 break
             self.release()
             self.step()
@@ -248,7 +255,8 @@ class MiniVllm:
             pins[holds[owner].slots] += 1
         assert pins.tolist() == slots.load_pins.tolist()
         live = {r.request_id for r in self.running + self.waiting} | set(self.draining)
-        assert set(holds.owners()) <= live
+        kept = {owner for owner in holds.owners() if owner.startswith("kept ")}
+        assert set(holds.owners()) <= live | kept
         assert all(count <= self.geometry.world for count in self._acknowledged.values())
 
     # Parts of a step

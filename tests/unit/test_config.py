@@ -425,7 +425,7 @@ def test_settings_do_not_change() -> None:
 
 
 def test_another_kind_of_tier_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TapeTierConfig(tiers.TierSettings):
+    class TapeTierConfig(tiers.StoringTierSettings):
         type: Literal["tape"] = "tape"
         reel: str
 

@@ -268,6 +268,8 @@ async def test_on_the_callers_loop_what_does_not_end_is_cut_off() -> None:
 class Wire:
     """Sends everything through bytes, as to another process."""
 
+    restarts = 0
+
     def __init__(self, portal: Portal) -> None:
         self._portal = portal
         self._steps = msgspec.msgpack.Decoder(list[Step])

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from test_residency import DEADLINE, chain
-from tiering.events import HOST
+from tiering.engine import Engine
+from tiering.events import HOST, NoEvents
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Match, Place
 from tiering.residency.core import Residency
-from tiering.residency.plan import Cascade, Contains, Drop, Outcome, Promote, Step, Touch, Verdict
+from tiering.residency.plan import (
+    Cascade,
+    Contains,
+    Drop,
+    Hide,
+    Keep,
+    News,
+    Outcome,
+    Promote,
+    Show,
+    Step,
+    Touch,
+    Verdict,
+)
 from tiering.testing.clocks import ManualClock
 
 DISK, PEERS = 0, 1
@@ -136,3 +152,110 @@ def test_only_a_tier_of_peers_has_any() -> None:
     rig.core.open("r")
     with pytest.raises(AssertionError, match="tier 0 is not one of peers"):
         rig.core.peers.name("r", DISK, b"p")
+
+
+class Recording:
+    """A portal that carries nothing out."""
+
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def submit(self, steps: Sequence[Step]) -> None:
+        self.steps += steps
+
+    def drain(self) -> list[News]:
+        return []
+
+    def take(self, *kinds: type[Step]) -> list[Step]:
+        """Those of these kinds that have come since the last call."""
+        taken, self.steps = self.steps, []
+        return [step for step in taken if isinstance(step, kinds)]
+
+
+class Shown:
+    """An engine whose steps for peers are looked at. Chunks `a` are in slots of its own."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.rig, self.portal = Rig(slots), Recording()
+        self.core = self.rig.core
+        self.engine = Engine(self.core, self.portal, NoEvents())
+        self.core.open("r")
+
+    def store(self, keys: Sequence[bytes]) -> list[int]:
+        slots = self.core.reserve("r", keys, 0).slots
+        self.core.filled(slots)
+        return slots
+
+
+def test_what_is_kept_was_shown_before() -> None:
+    shown, keys = Shown(), chain("a", 2)
+    shown.store(keys)
+    shown.core.keep("request", [*keys, b"never stored"])
+    shown.engine.pump()
+    show, keep = shown.portal.take(Show, Keep)
+    assert isinstance(show, Show)
+    assert isinstance(keep, Keep)
+    assert (keep.keys, keep.kv_request_id) == (tuple(keys), "request")
+    assert set(show.keys) == set(keys)
+
+
+def test_what_is_kept_stays_until_a_peer_has_come() -> None:
+    shown, keys = Shown(4), chain("a", 2)
+    shown.store(keys)
+    shown.core.keep("request", keys)
+    shown.engine.pump()
+    (keep,) = shown.portal.take(Keep)
+    assert isinstance(keep, Keep)
+    assert shown.core.budget.held == 2
+    shown.store(chain("b", 4))
+    assert shown.core.places(keys, "r") == bytes([READY, READY])
+    shown.core.apply([Outcome(keep.id, (Verdict.HIT, Verdict.MISS))])
+    assert shown.core.budget.held == 0
+
+
+def test_of_a_chain_with_gaps_all_that_is_there_is_kept() -> None:
+    shown, keys = Shown(), chain("a", 4)
+    shown.store(keys)
+    shown.core.drop(keys[1:2])
+    shown.core.keep("request", keys)
+    shown.engine.pump()
+    (keep,) = shown.portal.take(Keep)
+    assert isinstance(keep, Keep)
+    assert keep.keys == (keys[0], keys[2], keys[3])
+
+
+def test_a_reset_hides_everything_and_lets_go_of_what_is_kept() -> None:
+    shown, keys = Shown(), chain("a", 2)
+    shown.store(keys)
+    shown.core.keep("request", keys)
+    shown.engine.pump()
+    (keep,) = shown.portal.take(Keep)
+    shown.core.reset()
+    shown.engine.pump()
+    assert () in [step.keys for step in shown.portal.take(Hide) if isinstance(step, Hide)]
+    assert shown.core.budget.held == 0
+    shown.core.apply([Outcome(keep.id, (Verdict.FAILED,) * 2)])
+    shown.store(chain("b", 1))
+    shown.engine.pump()
+    (show,) = shown.portal.take(Show)
+    assert isinstance(show, Show)
+    assert show.keys == tuple(chain("b", 1))
+
+
+def test_tiers_made_anew_are_told_of_all_that_is_there() -> None:
+    shown, keys = Shown(), chain("a", 3)
+    slots = shown.store(keys)
+    shown.core.drop(keys[:1])
+    shown.engine.pump()
+    shown.portal.take()
+    shown.portal.restarts = 1
+    shown.engine.pump()
+    (show,) = shown.portal.take(Show)
+    assert isinstance(show, Show)
+    assert dict(zip(show.keys, show.slots, strict=True)) == dict(
+        zip(keys[1:], slots[1:], strict=True)
+    )
+    shown.engine.pump()
+    assert not shown.portal.take(Show)

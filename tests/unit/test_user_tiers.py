@@ -208,7 +208,7 @@ def test_without_a_path_the_type_must_be_known() -> None:
         config({"type": "Kept"})
     assert caught.value.path == "secondary_tiers[0].type"
     assert caught.value.remedy == (
-        "write one of 'fs', 'obj'; a class of your own needs module_path, too"
+        "write one of 'fs', 'obj', 'p2p'; a class of your own needs module_path, too"
     )
     with pytest.raises(ConfigError, match="write 'fs' if that is meant"):
         config({"type": "ffs"})
@@ -220,8 +220,8 @@ def test_a_built_in_type_takes_no_path() -> None:
 
 
 def test_a_type_of_vllms_can_be_ones_own() -> None:
-    (tier,) = config(own("p2p", "a.module", host="kv")).secondary_tiers
-    assert tier == UserTierConfig(type="p2p", module_path="a.module", host="kv")
+    (tier,) = config(own("kvcr", "a.module", host="kv")).secondary_tiers
+    assert tier == UserTierConfig(type="kvcr", module_path="a.module", host="kv")
 
 
 def test_its_secrets_are_shown_nowhere() -> None:

@@ -88,6 +88,8 @@ class HostEvents:
 class TierPortal:
     """Carries steps out by vLLM's secondary tiers, on the spot, for one request after another."""
 
+    restarts = 0
+
     def __init__(self, tiers: Sequence[SecondaryTierManager], contexts: dict[str, Any]) -> None:
         self._tiers = tiers
         self._contexts = contexts

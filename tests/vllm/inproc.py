@@ -108,6 +108,10 @@ class EngineProcess:
             process.stdin.close()
             process.stdout.close()
 
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def call(self, name: str, **arguments: Any) -> Any:
         """`Calls.<name>(**arguments)` in the child; EngineFailed if it raised, ended or hung, for
         longer than the `seconds` that it was told to take."""
@@ -208,11 +212,13 @@ class Calls:
         tokens: int,
         salt: str | None = None,
         adapter: str | None = None,
+        params: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """`adapter` is the folder of a LoRA."""
+        """`adapter` is the folder of a LoRA, `params` the requests' kv_transfer_params."""
         wanted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
         lora = None if adapter is None else self._adapter(adapter)
-        outputs = self._llm.generate(wanted, _sampling(tokens), use_tqdm=False, lora_request=lora)
+        sampling = _sampling(tokens, params)
+        outputs = self._llm.generate(wanted, sampling, use_tqdm=False, lora_request=lora)
         return [_answer(output) for output in outputs]
 
     def _adapter(self, folder: str) -> Any:
@@ -369,10 +375,16 @@ def _without(blocks: BlockMap, block: int) -> BlockMap:
     )
 
 
-def _sampling(tokens: int) -> Any:
+def _sampling(tokens: int, params: dict[str, Any] | None = None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=2, ignore_eos=True)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        logprobs=2,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
 
 
 def _answer(output: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from tiering_connectors.vllm.opening import (
 from tiering_connectors.vllm.orders import StepOrders
 from tiering_connectors.vllm.params import kinds_of
 from tiering_connectors.vllm.pauses import pause_of
-from tiering_connectors.vllm.plugin import register
+from tiering_connectors.vllm.plugin import register_connector
 from tiering_connectors.vllm.scheduler import SchedulerHalf
 from tiering_connectors.vllm.versions import replica_of, tells_failed_loads, warn_untested
 from tiering_connectors.vllm.worker import Loaded, WorkerHalf
@@ -370,7 +370,7 @@ class TieredConnector(KVConnectorBase_V1):
 
 
 # A MultiConnector looks its children's classes up by name, also those given by module path.
-register()
+register_connector()
 
 if tells_failed_loads():
     # What makes vLLM keep several KV cache groups apart. Without it, it makes one of them, of

@@ -12,9 +12,9 @@ NAME = "TieredConnector"
 MODULE = "tiering_connectors.vllm.connector"
 
 
-def start() -> None:
+def register() -> None:
     """The entry point."""
-    register()
+    register_connector()
     try:
         from tiering_connectors.vllm.checking import refuse_wrong_roles
 
@@ -24,7 +24,7 @@ def start() -> None:
         logging.getLogger("tiering").debug("requests are not checked for their roles: %s", error)
 
 
-def register() -> None:
+def register_connector() -> None:
     """Tell vLLM's connector factory where `TieredConnector` is, once per process."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

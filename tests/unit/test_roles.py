@@ -1,0 +1,91 @@
+"""What requests say of other engines: what is meant, what is refused, and where clients hear it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.peers.addresses import Address
+from tiering_connectors.vllm.checking import has_peers
+from tiering_connectors.vllm.roles import NO_ROLES, RoleError, Roles
+
+DECODER = {"kv_request_id": "7"}
+PEER = {"kv_request_id": "7", "remote_host": "10.0.0.7", "remote_port": 5710}
+
+
+def test_each_role_is_meant() -> None:
+    assert Roles.of({"remote_decoder": DECODER}) == Roles(None, "7")
+    prefiller = Roles.of({"remote_prefiller": PEER})
+    source = Roles.of({"remote_kv_source": PEER})
+    assert prefiller.whom is not None and source.whom is not None
+    assert prefiller.whom.is_prefiller and not source.whom.is_prefiller
+    assert prefiller.whom.address == source.whom.address == Address("10.0.0.7", 5710)
+    assert (prefiller.whom.kv_request_id, prefiller.kept_as) == ("7", None)
+
+
+def test_a_prefiller_may_have_a_source() -> None:
+    both = Roles.of({"remote_decoder": {"kv_request_id": "8"}, "remote_kv_source": PEER})
+    assert both.whom is not None
+    assert (both.whom.kv_request_id, both.kept_as) == ("7", "8")
+
+
+@pytest.mark.parametrize("params", [None, {}, {"max_load_tokens": 3}, {"remote_decoder": None}])
+def test_without_a_role_there_is_none(params: dict[str, Any] | None) -> None:
+    assert Roles.of(params) == NO_ROLES
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"remote_prefiller": PEER, "remote_decoder": DECODER},
+        {"remote_prefiller": PEER, "remote_kv_source": PEER},
+        {"remote_prefiller": PEER, "remote_kv_source": PEER, "remote_decoder": DECODER},
+    ],
+)
+def test_what_contradicts_itself_is_refused(roles: dict[str, Any]) -> None:
+    with pytest.raises(RoleError, match=r"^kv_transfer_params: remote_prefiller and .*leave out"):
+        Roles.of(roles)
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "told"),
+    [
+        ("remote_decoder", "7", "remote_decoder = '7': must be an object"),
+        ("remote_decoder", {}, "remote_decoder.kv_request_id = None: must be text"),
+        ("remote_decoder", {"kv_request_id": ""}, "must be text of 1 to 512 characters"),
+        ("remote_decoder", {"kv_request_id": 7}, "kv_request_id = 7: must be text"),
+        ("remote_prefiller", DECODER, "remote_prefiller.remote_host = None: must be text"),
+        ("remote_prefiller", PEER | {"remote_port": "5710"}, "remote_port = '5710': must be"),
+        ("remote_prefiller", PEER | {"remote_port": True}, "remote_port = True: must be"),
+        ("remote_prefiller", PEER | {"remote_port": 0}, "remote_port = 0: must be"),
+        ("remote_kv_source", PEER | {"remote_port": 70000}, "remote_port = 70000: is no port"),
+        ("remote_kv_source", PEER | {"remote_host": "[::1]"}, "remote_host = '[::1]': is no host"),
+        ("remote_kv_source", PEER | {"kv_request_id": "x" * 513}, "kv_request_id = 'xxx"),
+    ],
+)
+def test_fields_that_cannot_be_meant_are_named(role: str, value: object, told: str) -> None:
+    with pytest.raises(RoleError) as caught:
+        Roles.of({role: value})
+    assert told in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def config(name: str | None, extra: object) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+
+
+def test_only_engines_with_a_tier_of_peers_are_asked() -> None:
+    peers = {"secondary_tiers": [{"type": "fs"}, {"type": "p2p"}]}
+    assert has_peers(config("TieredConnector", peers))
+    second = {"spec_name": "TieredOffloadingSpec", **peers}
+    assert has_peers(config("OffloadingConnector", second))
+    assert not has_peers(config("OffloadingConnector", peers)), "vLLM's own"
+    assert not has_peers(config("TieredConnector", {"secondary_tiers": [{"type": "fs"}]}))
+    assert not has_peers(config("TieredConnector", None))
+    assert not has_peers(None)
+    ours = {"kv_connector": "TieredConnector", "kv_connector_extra_config": peers}
+    other = {"kv_connector": "NixlConnector"}
+    assert has_peers(config("MultiConnector", {"connectors": [other, ours]}))
+    assert not has_peers(config("MultiConnector", {"connectors": [other]}))

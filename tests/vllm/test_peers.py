@@ -1,0 +1,189 @@
+"""Two real engines: what one has computed the other does not compute again."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inproc import (
+    BLOCK_BYTES,
+    Answer,
+    EngineFailed,
+    EngineProcess,
+    assert_at_rest,
+    connector_config,
+)
+from prompts import BLOCK, random_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOMY_BYTES = 64 << 20
+DEVICE_BLOCKS = 128
+CHUNK_BLOCKS = 4
+PROMPT = 48 * BLOCK + 8
+WHOLE = 48 * BLOCK
+"""What of it is stored: all but what is behind the last whole chunk."""
+
+
+@dataclass
+class Engine:
+    """One with nothing but peers below its host tier."""
+
+    process: EngineProcess
+    port: int
+
+    def names(self, kv_request_id: str, role: str) -> dict[str, Any]:
+        """For another engine's requests: this one as `role`."""
+        peer = {"remote_host": "127.0.0.1", "remote_port": self.port}
+        return {role: {"kv_request_id": kv_request_id, **peer}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def open_engine(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Engine]]:
+    with ExitStack() as stack:
+
+        def opened(transport: str = "auto", **keys: Any) -> Engine:
+            port = free_port()
+            tier = {"type": "p2p", "host": "127.0.0.1", "port": port, "transport": transport}
+            process = EngineProcess(
+                tmp_path_factory.mktemp("engine") / "vllm.log",
+                model=str(tiny_model),
+                connector=connector_config(
+                    None,
+                    ROOMY_BYTES,
+                    secondary_tiers=[tier | keys],
+                    blocks_per_chunk=CHUNK_BLOCKS,
+                    load_deadline_seconds=20.0,
+                ),
+                max_model_len=DEVICE_BLOCKS * BLOCK // 2,
+                kv_cache_memory_bytes=DEVICE_BLOCKS * BLOCK_BYTES,
+            )
+            return Engine(stack.enter_context(process), port)
+
+        yield opened
+
+
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def pair(request: pytest.FixtureRequest, open_engine: Callable[..., Engine]) -> tuple[Engine, ...]:
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(lambda _: open_engine(request.param), range(2))
+        return tuple(found)
+
+
+def decoder(kv_request_id: str) -> dict[str, Any]:
+    return {"remote_decoder": {"kv_request_id": kv_request_id}}
+
+
+def prefilled(engine: Engine, prompt: list[int], kv_request_id: str) -> Answer:
+    """With the steps that a server makes by itself until its copies have ended."""
+    answer = engine.process.ask(prompt, 1, params=decoder(kv_request_id))
+    engine.process.call("settle")
+    return answer
+
+
+def test_what_one_prefills_the_other_decodes(pair: tuple[Engine, Engine]) -> None:
+    prefills, decodes = pair
+    prompt = random_prompt("classic", PROMPT)
+    first = prefilled(prefills, prompt, "c")
+    with decodes.process.counting() as grown:
+        answer = decodes.process.ask(prompt, 8, params=prefills.names("c", "remote_prefiller"))
+    alone = prefills.process.ask(prompt, 8)
+    assert answer.tokens[:1] == first.tokens
+    assert answer.tokens == alone.tokens
+    assert answer.cached_tokens == WHOLE
+    assert grown["promotions_succeeded"] == WHOLE // (BLOCK * CHUNK_BLOCKS)
+    for engine in pair:
+        engine.process.call("settle")
+        assert_at_rest(engine.process)
+
+
+def test_a_decoder_that_comes_first_waits(pair: tuple[Engine, Engine]) -> None:
+    prefills, decodes = pair
+    prompt = random_prompt("early", PROMPT)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(
+            decodes.process.ask, prompt, 8, params=prefills.names("e", "remote_prefiller")
+        )
+        first = prefilled(prefills, prompt, "e")
+        answer = asked.result()
+    assert answer.cached_tokens == WHOLE
+    assert answer.tokens[:1] == first.tokens
+
+
+def test_an_idle_engine_is_a_source(pair: tuple[Engine, Engine]) -> None:
+    has, wants = pair
+    prompt = random_prompt("source", PROMPT)
+    cold = has.process.ask(prompt, 8)
+    has.process.call("settle")
+    longer = prompt[:WHOLE] + random_prompt("more", 8 * BLOCK + 3)
+    answer = wants.process.ask(prompt, 8, params=has.names("s", "remote_kv_source"))
+    assert (answer.tokens, answer.cached_tokens) == (cold.tokens, WHOLE)
+    wants.process.call("reset")
+    wants.process.call("empty_host")
+    answer = wants.process.ask(longer, 8, params=has.names("t", "remote_kv_source"))
+    assert answer.cached_tokens == WHOLE, "what the source has not is computed"
+    assert answer.tokens == has.process.ask(longer, 8).tokens
+
+
+def test_a_prefiller_with_a_source_has_it_for_its_decoder(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    prompt = random_prompt("both", PROMPT)
+    cold = one.process.ask(prompt, 8)
+    one.process.call("settle")
+    params = decoder("b") | one.names("b-source", "remote_kv_source")
+    assert other.process.ask(prompt, 1, params=params).cached_tokens == WHOLE
+    other.process.call("settle")
+    one.process.call("reset")
+    one.process.call("empty_host")
+    answer = one.process.ask(prompt, 8, params=other.names("b", "remote_prefiller"))
+    assert (answer.tokens, answer.cached_tokens) == (cold.tokens, WHOLE)
+
+
+def test_roles_that_contradict_one_another_are_refused(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    prompt = random_prompt("contrary", PROMPT)
+    params = decoder("x") | other.names("x", "remote_prefiller")
+    with pytest.raises(EngineFailed, match="remote_prefiller and remote_decoder contradict"):
+        one.process.ask(prompt, 1, params=params)
+    assert one.process.ask(prompt, 1).cached_tokens == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_dies_or_stops_costs_seconds(
+    open_engine: Callable[..., Engine], number: signal.Signals
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        has, wants = threads.map(lambda _: open_engine(), range(2))
+    prompt = random_prompt(f"gone {number}", PROMPT)
+    cold = has.process.ask(prompt, 8)
+    has.process.call("settle")
+    first = random_prompt("first", PROMPT)
+    has.process.ask(first, 1)
+    has.process.call("settle")
+    params = has.names("f", "remote_kv_source")
+    assert wants.process.ask(first, 1, params=params).cached_tokens == WHOLE
+    has.process.signal(number)
+    answer = wants.process.ask(prompt, 8, params=has.names("g", "remote_kv_source"))
+    assert (answer.tokens, answer.cached_tokens) == (cold.tokens, 0)
+    answer = wants.process.ask(prompt, 8, salt="s", params=has.names("g", "remote_prefiller"))
+    assert answer.cached_tokens == 0
+    wants.process.call("settle")
+    assert_at_rest(wants.process)
+    has.process.kill()
