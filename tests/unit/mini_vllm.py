@@ -41,8 +41,8 @@ DEADLINE_SECONDS = 10.0
 
 class MiniVllm:
     """One engine, `ranks` workers, `replicas` neighbours of which hold the same bytes. `step` is
-    one turn of vLLM's loop. Those of `tiers` that are in `peers` are of peers. `groups` is one of all history, of chunks of `blocks_per_chunk`,
-    unless given."""
+    one turn of vLLM's loop. Those of `tiers` that are in `peers` are of peers. `groups` is one of
+    all history, of chunks of `blocks_per_chunk`, unless given."""
 
     def __init__(
         self,

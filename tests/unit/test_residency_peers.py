@@ -192,7 +192,7 @@ class Shown:
 def test_what_is_kept_was_shown_before() -> None:
     shown, keys = Shown(), chain("a", 2)
     shown.store(keys)
-    shown.core.keep("request", [*keys, b"never stored"])
+    shown.core.peers.keep("request", [*keys, b"never stored"])
     shown.engine.pump()
     show, keep = shown.portal.take(Show, Keep)
     assert isinstance(show, Show)
@@ -204,7 +204,7 @@ def test_what_is_kept_was_shown_before() -> None:
 def test_what_is_kept_stays_until_a_peer_has_come() -> None:
     shown, keys = Shown(4), chain("a", 2)
     shown.store(keys)
-    shown.core.keep("request", keys)
+    shown.core.peers.keep("request", keys)
     shown.engine.pump()
     (keep,) = shown.portal.take(Keep)
     assert isinstance(keep, Keep)
@@ -219,7 +219,7 @@ def test_of_a_chain_with_gaps_all_that_is_there_is_kept() -> None:
     shown, keys = Shown(), chain("a", 4)
     shown.store(keys)
     shown.core.drop(keys[1:2])
-    shown.core.keep("request", keys)
+    shown.core.peers.keep("request", keys)
     shown.engine.pump()
     (keep,) = shown.portal.take(Keep)
     assert isinstance(keep, Keep)
@@ -229,7 +229,7 @@ def test_of_a_chain_with_gaps_all_that_is_there_is_kept() -> None:
 def test_a_reset_hides_everything_and_lets_go_of_what_is_kept() -> None:
     shown, keys = Shown(), chain("a", 2)
     shown.store(keys)
-    shown.core.keep("request", keys)
+    shown.core.peers.keep("request", keys)
     shown.engine.pump()
     (keep,) = shown.portal.take(Keep)
     shown.core.reset()

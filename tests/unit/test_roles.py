@@ -19,8 +19,9 @@ def test_each_role_is_meant() -> None:
     assert Roles.of({"remote_decoder": DECODER}) == Roles(None, "7")
     prefiller = Roles.of({"remote_prefiller": PEER})
     source = Roles.of({"remote_kv_source": PEER})
-    assert prefiller.whom is not None and source.whom is not None
-    assert prefiller.whom.is_prefiller and not source.whom.is_prefiller
+    assert prefiller.whom is not None
+    assert source.whom is not None
+    assert (prefiller.whom.is_prefiller, source.whom.is_prefiller) == (True, False)
     assert prefiller.whom.address == source.whom.address == Address("10.0.0.7", 5710)
     assert (prefiller.whom.kv_request_id, prefiller.kept_as) == ("7", None)
 

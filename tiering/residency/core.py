@@ -297,12 +297,6 @@ class Residency:
         self.index.fail(slots)
         self.changes += 1
 
-    def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
-        """For whoever has chunks of this engine for that request of the orchestrator's: all that
-        there will be are those of `keys` that can be read now, and they stay until they were
-        fetched, or nobody has come."""
-        self._steps += self.peers.keep(kv_request_id, keys)
-
     # Removal
 
     def drop(self, keys: Sequence[bytes]) -> None:

@@ -37,6 +37,7 @@ class PeerBook:
         self._budget = budget
         self._next_id = next_id
         self._kept: dict[int, str] = {}
+        self._keeps: list[Step] = []
 
     def name(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
         """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
@@ -46,7 +47,8 @@ class PeerBook:
         self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
 
     def told(self, events: Sequence[Event]) -> list[Step]:
-        """What peers are to know of `events`, which have just happened."""
+        """What peers are to know of `events`, which have just happened, and of what has been kept:
+        all of it is shown before."""
         steps: list[Step] = []
         for event in events if self._tiers else ():
             if isinstance(event, ChunksStored | ChunksRemoved) and event.tier == HOST:
@@ -54,7 +56,8 @@ class PeerBook:
                     steps += self._of(tier, event)
             elif isinstance(event, ChunksCleared):
                 steps += [Hide(self._next_id(), tier, ()) for tier in self._tiers]
-        return steps
+        keeps, self._keeps = self._keeps, []
+        return steps + keeps
 
     def told_anew(self) -> list[Step]:
         """What peers are to know where nothing was said yet: the tiers have been made anew."""
@@ -63,10 +66,11 @@ class PeerBook:
         stored = ChunksStored(HOST, tuple(self._index.keys()))
         return [step for tier in self._tiers for step in self._of(tier, stored)]
 
-    def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[Step]:
-        """Pin those of `keys` that can be read in the host tier, as far as loads may, until a peer
-        has fetched them or nobody has come; what is to be told to each tier of peers."""
-        return [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
+    def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
+        """For whoever has chunks of this engine for that request of the orchestrator's: all that
+        there will be are those of `keys` that can be read now. They are pinned, as far as loads
+        may, until they were fetched, or nobody has come."""
+        self._keeps += [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
 
     def _keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
         step_id = self._next_id()

@@ -65,7 +65,7 @@ class Peering:
             if Place.FILLING in index.places(index.lookup(ending.keys)):
                 waiting.append(ending)
             else:
-                self._core.keep(ending.kept_as, ending.keys)
+                self._core.peers.keep(ending.kept_as, ending.keys)
         self._endings = waiting
 
     def forget(self) -> None:
