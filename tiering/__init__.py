@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         EngineConfig,
         FsTierConfig,
         ObjTierConfig,
+        P2pTierConfig,
         StoreConfig,
         UserTierConfig,
     )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tiering.layout import KVLayout
     from tiering.policy.registry import register_policy
     from tiering.store import TieredStore
+    from tiering.tiers.peers.source import PeerSource
 
     __version__: str
 
@@ -54,6 +56,8 @@ __all__ = [
     "KiB",
     "MiB",
     "ObjTierConfig",
+    "P2pTierConfig",
+    "PeerSource",
     "RegionError",
     "StoreConfig",
     "TiB",
@@ -73,6 +77,7 @@ _HOMES = {
         "EngineConfig",
         "FsTierConfig",
         "ObjTierConfig",
+        "P2pTierConfig",
         "StoreConfig",
         "UserTierConfig",
     ),
@@ -88,6 +93,7 @@ _HOMES = {
     "tiering.layout": ("KVLayout",),
     "tiering.policy.registry": ("register_policy",),
     "tiering.store": ("TieredStore",),
+    "tiering.tiers.peers.source": ("PeerSource",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -30,6 +30,7 @@ from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
 from tiering.tiers.base import Tier
 from tiering.tiers.host import Region, region_name
+from tiering.tiers.peers.source import PeerSource
 from tiering.wiring import announced_tiers, build_core, build_tiers
 
 FLUSH_SECONDS = 60.0
@@ -104,11 +105,8 @@ class TieredStore:
         self._clock = clock or MonotonicClock()
         self._events = events or NoEvents()
         self._surveyed = () if events is None or tiers is not None else announced_tiers(config)
-        self._tiers = (
-            list(tiers)
-            if tiers is not None
-            else build_tiers(config, namespace_of(config), self._row.row_bytes)
-        )
+        self._own_tiers = tiers
+        self._tiers: Sequence[Tier] = () if tiers is None else tiers
         self._stack = AsyncExitStack()
         self._opened: _Opened | None = None
         self._turn = asyncio.Event()
@@ -126,12 +124,16 @@ class TieredStore:
             )
             stack.callback(region.close)
             region.unlink()
+            if self._own_tiers is None:
+                namespace = namespace_of(self._config)
+                self._tiers = build_tiers(self._config, namespace, self._row.row_bytes, region)
             core = build_core(
                 self._config,
                 region.geometry.rows,
                 len(self._tiers),
                 self._clock,
                 self._surveyed,
+                region.generations(),
             )
             portal = LoopPortal(self._tiers, region.row, self._pump)
             await stack.enter_async_context(portal)
@@ -154,20 +156,24 @@ class TieredStore:
 
     # The six verbs
 
-    async def match(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys`, a chain of them, are stored in some tier. Changes nothing,
-        promises nothing: what is found may be gone a moment later."""
-        async with self._request() as (owner, opened):
+    async def match(self, keys: Sequence[bytes], source: PeerSource | None = None) -> int:
+        """How many leading `keys`, a chain of them, are stored in some tier, or by `source`.
+        Changes nothing, promises nothing: what is found may be gone a moment later."""
+        async with self._request(source) as (owner, opened):
             return await self._find(opened, owner, keys)
 
     @asynccontextmanager
-    async def load(self, keys: Sequence[bytes]) -> AsyncIterator[LoadedChunks]:
-        """Bring the stored prefix of `keys` to host memory and keep it there for the block.
+    async def load(
+        self, keys: Sequence[bytes], source: PeerSource | None = None
+    ) -> AsyncIterator[LoadedChunks]:
+        """Bring the stored prefix of `keys` to host memory and keep it there for the block; what
+        is in no tier of one's own, from `source`, another store or engine, if there is a tier of
+        type p2p.
 
         Shorter than the match if the host tier cannot hold more at once, if a chunk vanished or
         was damaged, or after `load_deadline_seconds`; `found` tells. Does not raise for that.
         """
-        async with self._request() as (owner, opened):
+        async with self._request(source) as (owner, opened):
             slots = await self._hold(opened, owner, keys)
             yield LoadedChunks(opened.region, slots, self._config.layout.chunk_bytes)
 
@@ -270,10 +276,14 @@ class TieredStore:
         self._pump()
 
     @asynccontextmanager
-    async def _request(self) -> AsyncIterator[tuple[str, _Opened]]:
+    async def _request(
+        self, source: PeerSource | None = None
+    ) -> AsyncIterator[tuple[str, _Opened]]:
         opened = self._running()
         owner = f"call {next(self._owners)}"
         opened.core.open(owner)
+        if source is not None:
+            opened.core.peers.ask(owner, source.packed(), has_all=source.is_prefiller)
         try:
             yield owner, opened
         finally:

@@ -12,7 +12,7 @@ from mini_groups import BLOCK
 from mini_vllm import MiniVllm
 from tiering.peers.addresses import Address
 from tiering.residency.plan import Contains, Keep, Promote
-from tiering.tiers.peers.whom import Whom
+from tiering.tiers.peers.source import PeerSource
 
 DISK, PEERS = 0, 1
 TOKENS = 4 * BLOCK + 1
@@ -115,8 +115,8 @@ def test_a_source_is_asked_and_the_rest_is_computed(chunks: int) -> None:
     assert vllm.loaded_tokens["r"] == chunks * BLOCK
     question = asked(vllm)[0]
     assert isinstance(question, Contains)
-    assert Whom.unpacked(question.peer) == Whom("127.0.0.1", 5710, "7")
-    assert Whom.unpacked(question.peer).address == Address("127.0.0.1", 5710)
+    assert PeerSource.unpacked(question.peer) == PeerSource("127.0.0.1", 5710, "7")
+    assert PeerSource.unpacked(question.peer).address == Address("127.0.0.1", 5710)
 
 
 @pytest.mark.parametrize("chunks", [4, 2, 0])
@@ -127,7 +127,7 @@ def test_a_prefiller_is_not_asked_and_what_it_has_not_is_computed(chunks: int) -
     vllm.run()
     assert vllm.loaded_tokens["r"] == chunks * BLOCK
     assert isinstance(asked(vllm)[0], Promote)
-    assert Whom.unpacked(asked(vllm)[0].peer).is_prefiller
+    assert PeerSource.unpacked(asked(vllm)[0].peer).is_prefiller
 
 
 def test_others_do_not_ask_the_peer() -> None:

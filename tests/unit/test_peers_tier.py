@@ -20,8 +20,8 @@ from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
 from tiering.testing.rowspace import RowSpace, holds
 from tiering.tiers.base import Failed, Read, ReadOutcome, Write
+from tiering.tiers.peers.source import PeerSource
 from tiering.tiers.peers.tier import PeerLimits, PeersTier
-from tiering.tiers.peers.whom import Whom
 
 ROWS, ROW_BYTES = 32, 8192
 LOOPBACK = Address("127.0.0.1", 0)
@@ -70,7 +70,7 @@ class Engine:
 
     def whom(self, kv_request_id: str = "r", is_prefiller: bool = False) -> bytes:
         at = self.tier.address
-        return Whom(at.host, at.port, kv_request_id, is_prefiller).packed()
+        return PeerSource(at.host, at.port, kv_request_id, is_prefiller).packed()
 
     async def close(self) -> None:
         """May be called twice."""
@@ -206,7 +206,7 @@ async def test_a_peer_that_is_not_there_fails_what_was_asked_of_him_only() -> No
     has, wants = Engine(), Engine()
     async with engines(has, wants):
         has.show(range(2))
-        nowhere = wants.tier.at(Whom("127.0.0.1", 1, "r").packed())
+        nowhere = wants.tier.at(PeerSource("127.0.0.1", 1, "r").packed())
         outcomes = await nowhere.contains(KEYS[:2])
         assert all(isinstance(each, Failed) for each in outcomes)
         peer = wants.tier.at(has.whom())

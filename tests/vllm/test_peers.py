@@ -21,6 +21,7 @@ from inproc import (
     assert_at_rest,
     connector_config,
 )
+from offloading_inproc import OffloadingEngine, offloading_config
 from prompts import BLOCK, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -31,6 +32,12 @@ CHUNK_BLOCKS = 4
 PROMPT = 48 * BLOCK + 8
 WHOLE = 48 * BLOCK
 """What of it is stored: all but what is behind the last whole chunk."""
+
+
+DOORS: dict[str, tuple[type[EngineProcess], Callable[..., dict[str, Any]]]] = {
+    "connector": (EngineProcess, connector_config),
+    "spec": (OffloadingEngine, offloading_config),
+}
 
 
 @dataclass
@@ -59,16 +66,20 @@ def open_engine(
 ) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as stack:
 
-        def opened(transport: str = "auto", **keys: Any) -> Engine:
+        def opened(
+            transport: str = "auto", loop: str = "thread", door: str = "connector"
+        ) -> Engine:
             port = free_port()
             tier = {"type": "p2p", "host": "127.0.0.1", "port": port, "transport": transport}
-            process = EngineProcess(
+            process_class, config = DOORS[door]
+            process = process_class(
                 tmp_path_factory.mktemp("engine") / "vllm.log",
                 model=str(tiny_model),
-                connector=connector_config(
+                connector=config(
                     None,
                     ROOMY_BYTES,
-                    secondary_tiers=[tier | keys],
+                    secondary_tiers=[tier],
+                    loop=loop,
                     blocks_per_chunk=CHUNK_BLOCKS,
                     load_deadline_seconds=20.0,
                 ),
@@ -80,10 +91,18 @@ def open_engine(
         yield opened
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("tcp", "thread", "connector"),
+        ("shm", "process", "connector"),
+        ("auto", "thread", "spec"),
+    ],
+    ids=lambda param: "-".join(param),
+)
 def pair(request: pytest.FixtureRequest, open_engine: Callable[..., Engine]) -> tuple[Engine, ...]:
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda _: open_engine(request.param), range(2))
+        found = threads.map(lambda _: open_engine(*request.param), range(2))
         return tuple(found)
 
 

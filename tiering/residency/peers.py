@@ -46,6 +46,11 @@ class PeerBook:
             raise AssertionError(f"tier {tier} is not one of peers")
         self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
 
+    def ask(self, owner: str, peer: bytes, *, has_all: bool = False) -> None:
+        """The same for every tier that is of peers."""
+        for tier in self._tiers:
+            self.name(owner, tier, peer, has_all=has_all)
+
     def told(self, events: Sequence[Event]) -> list[Step]:
         """What peers are to know of `events`, which have just happened, and of what has been kept:
         all of it is shown before."""

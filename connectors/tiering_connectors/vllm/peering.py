@@ -41,9 +41,8 @@ class Peering:
         name. Never raises: what cannot be meant is ignored, and computed."""
         roles = self._roles(params)
         if roles.whom is not None:
-            packed = roles.whom.packed()
-            for tier in self._tiers:
-                self._core.peers.name(owner, tier, packed, has_all=roles.whom.is_prefiller)
+            whom = roles.whom
+            self._core.peers.ask(owner, whom.packed(), has_all=whom.is_prefiller)
         return roles
 
     def never_began(self, params: dict[str, object] | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from tiering.errors import ConfigError
 from tiering.peers.addresses import address
 from tiering.peers.messages import REQUEST_ID_CHARS_MAX
-from tiering.tiers.peers.whom import Whom
+from tiering.tiers.peers.source import PeerSource
 
 DECODER, PREFILLER, SOURCE = "remote_decoder", "remote_prefiller", "remote_kv_source"
 _ID, _HOST, _PORT = "kv_request_id", "remote_host", "remote_port"
@@ -34,7 +34,7 @@ class Roles:
     """`whom`: the engine that the request may have chunks from. `kept_as`: the orchestrator's id
     under which what it computes is kept for another one."""
 
-    whom: Whom | None = None
+    whom: PeerSource | None = None
     kept_as: str | None = None
 
     @classmethod
@@ -64,7 +64,7 @@ class Roles:
 NO_ROLES = Roles()
 
 
-def _whom(role: str, value: object) -> Whom:
+def _whom(role: str, value: object) -> PeerSource:
     fields = _fields(role, value)
     host, port = fields.get(_HOST), fields.get(_PORT)
     if not isinstance(host, str):
@@ -76,7 +76,7 @@ def _whom(role: str, value: object) -> Whom:
     except ConfigError as error:
         key = _HOST if error.path == _HOST else _PORT
         raise _wrong(role, key, fields[key], f"{error.reason}; {error.remedy}") from None
-    return Whom(at.host, at.port, _request_id(role, fields), role == PREFILLER)
+    return PeerSource(at.host, at.port, _request_id(role, fields), role == PREFILLER)
 
 
 def _request_id(role: str, fields: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ from tiering.tiers.base import (
 )
 from tiering.tiers.peers.links import Links
 from tiering.tiers.peers.serving import Serving
-from tiering.tiers.peers.whom import Whom
+from tiering.tiers.peers.source import PeerSource
 
 COUNTERS = ("peer_chunks_stale", "peer_errors")
 _TIDY_SECONDS = 2.0
@@ -153,9 +153,9 @@ class PeersTier(PeerTier):
     # Of a peer
 
     def at(self, peer: bytes) -> Reading:
-        return _AtPeer(self, Whom.unpacked(peer))
+        return _AtPeer(self, PeerSource.unpacked(peer))
 
-    async def ask(self, whom: Whom, keys: Sequence[bytes]) -> list[ReadOutcome]:
+    async def ask(self, whom: PeerSource, keys: Sequence[bytes]) -> list[ReadOutcome]:
         """Which of `keys` the peer has now."""
         try:
             peer = await self._running().peer(whom.address)
@@ -165,7 +165,7 @@ class PeersTier(PeerTier):
         return [Read.HIT if hit else Read.MISS for hit in hits]
 
     async def fetch(
-        self, whom: Whom, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, whom: PeerSource, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[ReadOutcome]:
         """Read `keys` from the peer."""
         check_buffers(keys, buffers, self._chunk_bytes)
@@ -181,7 +181,7 @@ class PeersTier(PeerTier):
         return outcomes
 
     async def _fetch(
-        self, peer: Peer, whom: Whom, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, peer: Peer, whom: PeerSource, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[ReadOutcome]:
         seconds = self._limits.wait_seconds if whom.is_prefiller else None
         link = await self._links.link(peer)
@@ -297,7 +297,7 @@ _SESSION_COUNTERS = ("opened", "refused", "malformed", "failed", "ignored")
 class _AtPeer:
     """What one peer has, for one request."""
 
-    def __init__(self, tier: PeersTier, whom: Whom) -> None:
+    def __init__(self, tier: PeersTier, whom: PeerSource) -> None:
         self._tier = tier
         self._whom = whom
 

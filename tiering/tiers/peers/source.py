@@ -7,9 +7,11 @@ import msgspec
 from tiering.peers.addresses import Address
 
 
-class Whom(msgspec.Struct, frozen=True):
-    """`kv_request_id` is the orchestrator's. `is_prefiller`: the peer computes, or has computed,
-    all that is asked for, and what is not there yet is waited for."""
+class PeerSource(msgspec.Struct, frozen=True):
+    """Another engine, reached at `host` and `port`, its tier's. `kv_request_id`, 1 to 512
+    characters, says to it what this is for; an orchestrator's, the same on both sides.
+    `is_prefiller`: the peer computes, or has computed, all that is asked for, and what is not there
+    yet is waited for."""
 
     host: str
     port: int
@@ -25,5 +27,5 @@ class Whom(msgspec.Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def unpacked(cls, peer: bytes) -> Whom:
+    def unpacked(cls, peer: bytes) -> PeerSource:
         return msgspec.msgpack.decode(peer, type=cls)
