@@ -73,7 +73,9 @@ class EngineProcess:
     PROGRAM = __file__
     """What runs the other half."""
 
-    def __init__(self, log: Path, **options: Any) -> None:
+    def __init__(self, log: Path, *, within: Sequence[str] = (), **options: Any) -> None:
+        """`within` is the command that runs it, such as one that enters a namespace."""
+        self._within = within
         self._log = log
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +83,7 @@ class EngineProcess:
     def __enter__(self) -> Self:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, self.PROGRAM],
+                [*self._within, sys.executable, self.PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -40,16 +43,29 @@ DOORS: dict[str, tuple[type[EngineProcess], Callable[..., dict[str, Any]]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an engine runs: the command that enters it, and what peers dial."""
+
+    host: str
+    within: tuple[str, ...] = ()
+    key: Path | None = None
+
+
+HERE = Place("127.0.0.1")
+
+
 @dataclass
 class Engine:
     """One with nothing but peers below its host tier."""
 
     process: EngineProcess
+    host: str
     port: int
 
     def names(self, kv_request_id: str, role: str) -> dict[str, Any]:
         """For another engine's requests: this one as `role`."""
-        peer = {"remote_host": "127.0.0.1", "remote_port": self.port}
+        peer = {"remote_host": self.host, "remote_port": self.port}
         return {role: {"kv_request_id": kv_request_id, **peer}}
 
 
@@ -67,10 +83,15 @@ def open_engine(
     with ExitStack() as stack:
 
         def opened(
-            transport: str = "auto", loop: str = "thread", door: str = "connector"
+            transport: str = "auto",
+            loop: str = "thread",
+            door: str = "connector",
+            place: Place = HERE,
         ) -> Engine:
             port = free_port()
-            tier = {"type": "p2p", "host": "127.0.0.1", "port": port, "transport": transport}
+            tier = {"type": "p2p", "host": place.host, "port": port, "transport": transport}
+            if place.key is not None:
+                tier["auth"] = str(place.key)
             process_class, config = DOORS[door]
             process = process_class(
                 tmp_path_factory.mktemp("engine") / "vllm.log",
@@ -85,8 +106,9 @@ def open_engine(
                 ),
                 max_model_len=DEVICE_BLOCKS * BLOCK // 2,
                 kv_cache_memory_bytes=DEVICE_BLOCKS * BLOCK_BYTES,
+                within=place.within,
             )
-            return Engine(stack.enter_context(process), port)
+            return Engine(stack.enter_context(process), place.host, port)
 
         yield opened
 
@@ -206,3 +228,50 @@ def test_a_peer_that_dies_or_stops_costs_seconds(
     wants.process.call("settle")
     assert_at_rest(wants.process)
     has.process.kill()
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[tuple[Place, Place]]:
+    """Network namespaces with a cable between them: as much of two hosts as one machine can be."""
+    key = tmp_path / "peers.key"
+    key.write_text(secrets.token_urlsafe(48))
+    key.chmod(0o600)
+    names = [f"kvt{os.getpid()}{side}" for side in "ab"]
+    places = [
+        Place(f"10.71.0.{at + 1}", ("ip", "netns", "exec", name), key)
+        for at, name in enumerate(names)
+    ]
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                network("netns", "add", name)
+                stack.callback(network, "netns", "del", name)
+            one, other = names
+            network("link", "add", one, "netns", one, "type", "veth", "peer", other, "netns", other)
+            for name, place in zip(names, places, strict=True):
+                network("-n", name, "addr", "add", f"{place.host}/24", "dev", name)
+                for device in (name, "lo"):
+                    network("-n", name, "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield places[0], places[1]
+
+
+def network(*command: str) -> None:
+    subprocess.run(["ip", *command], check=True, capture_output=True)
+
+
+def test_two_hosts_with_a_shared_key(
+    open_engine: Callable[..., Engine], two_hosts: tuple[Place, Place]
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        one, other = threads.map(lambda place: open_engine("tcp", place=place), two_hosts)
+    prompt = random_prompt("hosts", PROMPT)
+    first = prefilled(one, prompt, "h")
+    answer = other.process.ask(prompt, 8, params=one.names("h", "remote_prefiller"))
+    assert (answer.tokens[:1], answer.cached_tokens) == (first.tokens, WHOLE)
+    assert answer.tokens == one.process.ask(prompt, 8).tokens
+    stranger = random_prompt("stranger", PROMPT)
+    prefilled(other, stranger, "i")
+    answer = one.process.ask(stranger, 8, params=other.names("i", "remote_kv_source"))
+    assert answer.cached_tokens == WHOLE
