@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from stand_in_engines import DEADLINE_SECONDS, Client, standing_in
-from tiering.cli import main
+from tiering.cli import _parser, main
+from tiering.peers.addresses import Address
+from tiering.proxy import roles
+from tiering.proxy.engines import Engine, Lineup
+from tiering.proxy.prefixes import REMEMBERED_STEPS_MAX, STEP_CHARS
+from tiering.proxy.server import BODY_BYTES_MAX, REQUESTS_MAX
+from tiering.proxy.standing import BACK_OFF_SECONDS_MAX
 
+GUIDE = (Path(__file__).parents[2] / "docs" / "p2p.md").read_text()
 Output = pytest.CaptureFixture[str]
 
 
@@ -113,3 +123,44 @@ def test_without_aiohttp_it_says_what_to_install() -> None:
         "tiering: the proxy speaks HTTP, and the package aiohttp is not installed: "
         "run pip install 'kv-tiering[proxy]'\n"
     )
+
+
+# The guide
+
+
+def test_the_commands_of_the_guide_are_taken() -> None:
+    bash = "".join(re.findall(r"^```bash\n(.*?)^```", GUIDE, re.M | re.S)).replace("\\\n", "")
+    commands = [shlex.split(line)[1:] for line in bash.splitlines() if "tiering proxy" in line]
+    lineups = []
+    for command in commands:
+        given = _parser().parse_args(command)
+        lineups.append(Lineup.parse(given.prefill, given.decode, given.engine))
+    assert [(len(each.prefillers), len(each.servers)) for each in lineups] == [(1, 1), (0, 2)]
+    engine = next(text for text in re.findall(r"`--prefill (\S+)`", GUIDE))
+    assert Engine.parse("--prefill", engine).peer == Address("10.0.0.7", 5710)
+    options = set(re.findall(r"`(--(?:prefill|engine|verbose|host)[a-z-]*)", GUIDE))
+    given = vars(_parser().parse_args(["proxy"]))
+    assert {option[2:].replace("-", "_") for option in options} <= set(given)
+
+
+def test_the_examples_of_roles_are_what_the_proxy_sends() -> None:
+    examples = dict(re.findall(r"^```json (prefill|decode|source)\n(.*?)^```", GUIDE, re.M | re.S))
+    asked = roles.read(b"{}")
+    assert isinstance(asked, roles.Asked)
+    prefiller, source = (Engine("http://h", Address(f"10.0.0.{at}", 5710)) for at in (7, 8))
+    for name, sent in (
+        ("prefill", asked.for_prefill(roles.remote_decoder("4f1c"))),
+        ("decode", asked.with_role(roles.remote_prefiller("4f1c", prefiller))),
+        ("source", asked.with_role(roles.remote_kv_source("9a02", source))),
+    ):
+        assert json.loads(examples[name]) == json.loads(sent)
+
+
+def test_the_numbers_of_the_guide_are_those_of_the_proxy() -> None:
+    for told in (
+        f"hashes of\n  {STEP_CHARS} characters and all before them",
+        f" before them, {REMEMBERED_STEPS_MAX:,} at most",
+        f"up to {BACK_OFF_SECONDS_MAX:g};",
+        f"bodies above {BODY_BYTES_MAX >> 20} MiB (413), more than {REQUESTS_MAX:,} requests",
+    ):
+        assert told in GUIDE
