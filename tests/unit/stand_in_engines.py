@@ -66,7 +66,8 @@ class StandIn:
         # Cleared: it reads a request and says nothing.
         self.answers = asyncio.Event()
         self.answers.set()
-        # Of a stream: the second piece waits for it. `breaks`: instead of it, the connection ends.
+        # All of an answer but its first piece waits for it. `breaks`: of a stream no more comes,
+        # the connection ends.
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.breaks = False
@@ -130,10 +131,20 @@ class StandIn:
                 return web.Response(status=status, body=body, headers=headers)
             if seen.raw.startswith(b"{") and seen.body.get("stream"):
                 return await self._stream(request)
-            return web.json_response({"from": self.name, "choices": [{"text": self.name}]})
+            return await self._answer(request)
         except asyncio.CancelledError:
             seen.is_gone.set()
             raise
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = json.dumps({"from": self.name, "choices": [{"text": self.name}]}).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(body)
+        await response.prepare(request)
+        await response.write(body[:1])
+        await self.goes_on.wait()
+        await response.write(body[1:])
+        return response
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -40,15 +40,18 @@ async def test_a_prompt_is_prefilled_by_one_engine_and_answered_by_another() -> 
         assert set(seen.body) == {*ASKED, "kv_transfer_params"}
 
 
-async def test_the_decoder_is_asked_when_the_prefiller_has_answered() -> None:
+@pytest.mark.parametrize("waits_for", ["answers", "goes_on"])
+async def test_the_decoder_is_asked_when_the_prefiller_has_answered(waits_for: str) -> None:
     async with standing_in("p", "d") as (p, d), proxied(d, prefillers=(p,)) as client:
-        p.answers.clear()
+        event: asyncio.Event = getattr(p, waits_for)
+        event.clear()
         asking = asyncio.get_running_loop().create_task(client.post(ASKED))
-        await p.arrived()
+        seen = await p.arrived()
         await asyncio.sleep(0.05)
         assert d.seen == []
-        p.answers.set()
+        event.set()
         assert (await asking)[0] == 200
+        assert not seen.is_gone.is_set()
 
 
 async def test_engines_have_the_beginning_of_a_prompt_from_one_another() -> None:
@@ -207,6 +210,23 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over_and_comes_back() 
 
             await a.start()
             await until(answers_again)
+
+
+async def test_an_engine_that_was_lost_is_not_asked_again_at_once() -> None:
+    async with standing_in("a", "b", "p") as (a, b, p), proxied(a, b, prefillers=(p,)) as client:
+
+        async def were_probed() -> bool:
+            return all(each.probes for each in (a, b, p))
+
+        await until(were_probed)
+        await a.stop()
+        await p.stop()
+        assert (await client.post(ASKED))[1]["from"] == "b"
+        assert await client.health() == (200, [str(b.engine)])
+        # It listens again, and is left alone all the same.
+        await p.start()
+        assert (await client.post(ASKED))[0] == 200
+        assert p.seen == []
 
 
 async def test_when_no_engine_can_be_reached_each_is_named() -> None:

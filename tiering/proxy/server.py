@@ -41,13 +41,13 @@ _KINDS = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}
 @dataclass(frozen=True, slots=True)
 class Patience:
     """`prefill_seconds`: after them the one who answers computes the prompt, too.
-    `silence_seconds`: of an engine within an answer. `probe_seconds`: between two questions how an
-    engine is, and for its answer."""
+    `silence_seconds`: of an engine within an answer. `probe_seconds`: from an answer how an engine
+    is to the next question. `connect_seconds`: for a connection, and for that answer."""
 
     prefill_seconds: float = 60.0
     silence_seconds: float = 600.0
-    connect_seconds: float = 5.0
     probe_seconds: float = 2.0
+    connect_seconds: float = 5.0
 
 
 @asynccontextmanager
@@ -112,15 +112,13 @@ class _Proxy:
 
     async def watch(self) -> None:
         """Ask each engine how it is, again and again."""
+        await asyncio.gather(*(self._watch(engine) for engine in self._router.lineup.engines))
+
+    async def _watch(self, engine: Engine) -> None:
         while True:
-            engines = self._router.lineup.engines
-            seconds = self._patience.probe_seconds
-            found = await asyncio.gather(
-                *(self._upstream.is_well(engine, seconds) for engine in engines)
-            )
-            for engine, is_well in zip(engines, found, strict=True):
-                self._router.probed(engine, is_well)
-            await asyncio.sleep(seconds)
+            is_well = await self._upstream.is_well(engine, self._patience.connect_seconds)
+            self._router.probed(engine, is_well)
+            await asyncio.sleep(self._patience.probe_seconds)
 
     # Handlers
 
