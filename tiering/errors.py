@@ -81,3 +81,14 @@ class PeerError(TieringError):
         super().__init__(f"peer {peer}: {reason}")
         self.peer = peer
         self.reason = reason
+
+
+class EngineError(TieringError):
+    """An engine's HTTP API cannot be had, or broke off: its URL and the reason. `is_sent`: it may
+    have begun what it was asked for."""
+
+    def __init__(self, url: str, reason: str, is_sent: bool) -> None:
+        super().__init__(f"engine {url}: {reason}")
+        self.url = url
+        self.reason = reason
+        self.is_sent = is_sent

@@ -1,4 +1,5 @@
-"""The command `tiering`: look at a configuration, a stream of KV events, what a directory holds.
+"""The command `tiering`: look at a configuration, a stream of KV events, what a directory holds;
+route requests between engines.
 
 Prints results to stdout, progress and one sentence for a failure to stderr. Owns words and exit
 codes only; all it says comes from `config` and, through `maintenance`, from the tiers. What takes
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ConfigError as error:
         print(f"tiering: {error}", file=sys.stderr)
-        return exits.INVALID if arguments.command == "config" else exits.FAILED
+        return exits.INVALID if arguments.command in ("config", "proxy") else exits.FAILED
     except TieringError as error:
         print(f"tiering: {error}", file=sys.stderr)
         return exits.FAILED
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (_add_stat(add), _add_verify(add), _add_gc(add)):
         command.add_argument("root", metavar="ROOT", help="the root_dir of an fs tier")
     _add_events(add)
+    _add_proxy(add)
     return parser
 
 
@@ -119,12 +121,26 @@ def _events(arguments: argparse.Namespace) -> int:
     return events.run(arguments)
 
 
+def _proxy(arguments: argparse.Namespace) -> int:
+    try:
+        from tiering.cli import proxy
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise TieringError(
+            "the proxy speaks HTTP, and the package aiohttp is not installed: "
+            "run pip install 'kv-tiering[proxy]'"
+        ) from error
+    return proxy.run(arguments)
+
+
 _COMMANDS = {
     "config": _config,
     "stat": _stat,
     "verify": _verify,
     "gc": _gc,
     "events": _events,
+    "proxy": _proxy,
 }
 _Add = Callable[[str, str, str], argparse.ArgumentParser]
 
@@ -241,8 +257,48 @@ def _add_events(add: _Add) -> None:
     _add_namespace(events, "with --check: only the namespace in this directory; may be repeated")
 
 
+def _add_proxy(add: _Add) -> None:
+    proxy = add(
+        "proxy",
+        "route requests between engines that give one another chunks",
+        "Serve OpenAI's API before engines with a tier of peers, and tell each request from where\n"
+        "its chunks come: with --prefill and --decode a prompt is computed by the one and\n"
+        "answered by the other, with --engine each has what another one has computed. For trying\n"
+        "and for tests. An engine is URL=HOST:PORT, its HTTP API and its socket for peers.",
+    )
+    proxy.add_argument("--host", default="127.0.0.1", help="to listen at (default: 127.0.0.1)")
+    proxy.add_argument(
+        "--port", type=_port, default=8000, metavar="N", help="0 for a free one (default: 8000)"
+    )
+    for option, what in (
+        ("--prefill", "engines that compute prompts"),
+        ("--decode", "engines that answer what was prefilled"),
+        ("--engine", "engines that do both"),
+    ):
+        proxy.add_argument(
+            option, action="extend", nargs="+", default=[], metavar="URL=HOST:PORT", help=what
+        )
+    proxy.add_argument(
+        "--prefill-seconds",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="after them the one who answers computes the prompt itself (default: 60)",
+    )
+    proxy.add_argument(
+        "--verbose", action="store_true", help="tell on stderr who is asked with which role"
+    )
+
+
 def _add_namespace(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--namespace", action="append", default=[], metavar="DIR", help=what)
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return number
 
 
 def _positive(text: str) -> float:
