@@ -206,28 +206,30 @@ def test_roles_that_contradict_one_another_are_refused(pair: tuple[Engine, Engin
     assert one.process.ask(prompt, 1).cached_tokens == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_dies_or_stops_costs_seconds(
-    open_engine: Callable[..., Engine], number: signal.Signals
-) -> None:
+def test_a_peer_that_stops_or_dies_costs_seconds(open_engine: Callable[..., Engine]) -> None:
     with ThreadPoolExecutor() as threads:
         has, wants = threads.map(lambda _: open_engine(), range(2))
-    prompt = random_prompt(f"gone {number}", PROMPT)
-    cold = has.process.ask(prompt, 8)
+    first, second, third = (random_prompt(("gone", at), PROMPT) for at in range(3))
+    cold = [has.process.ask(prompt, 8) for prompt in (first, second, third)]
     has.process.call("settle")
-    first = random_prompt("first", PROMPT)
-    has.process.ask(first, 1)
-    has.process.call("settle")
-    params = has.names("f", "remote_kv_source")
-    assert wants.process.ask(first, 1, params=params).cached_tokens == WHOLE
-    has.process.signal(number)
-    answer = wants.process.ask(prompt, 8, params=has.names("g", "remote_kv_source"))
-    assert (answer.tokens, answer.cached_tokens) == (cold.tokens, 0)
-    answer = wants.process.ask(prompt, 8, salt="s", params=has.names("g", "remote_prefiller"))
-    assert answer.cached_tokens == 0
+
+    def asked(prompt: list[int], role: str, cached: int, salt: str | None = None) -> list[int]:
+        answer = wants.process.ask(prompt, 8, salt=salt, params=has.names("g", role))
+        assert answer.cached_tokens == cached
+        return answer.tokens
+
+    assert asked(first, "remote_kv_source", WHOLE) == cold[0].tokens
+    has.process.signal(signal.SIGSTOP)
+    assert asked(second, "remote_kv_source", 0) == cold[1].tokens
+    asked(second, "remote_prefiller", 0, "stranger")
+    has.process.signal(signal.SIGCONT)
+    wants.process.call("reset")
+    wants.process.call("empty_host")
+    assert asked(second, "remote_kv_source", WHOLE) == cold[1].tokens
+    has.process.kill()
+    assert asked(third, "remote_kv_source", 0) == cold[2].tokens
     wants.process.call("settle")
     assert_at_rest(wants.process)
-    has.process.kill()
 
 
 @pytest.fixture
