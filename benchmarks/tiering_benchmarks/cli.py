@@ -22,12 +22,11 @@ from tiering_benchmarks import (
     index,
     loop,
     models,
-    peers,
     serve,
     tiers,
 )
 
-COMMANDS = (announce, control, demo, device, index, loop, models, peers, serve, tiers)
+COMMANDS = (announce, control, demo, device, index, loop, models, serve, tiers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

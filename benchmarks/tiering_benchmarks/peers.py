@@ -1,4 +1,4 @@
-"""The command `tiering-bench peers`: what it costs to get chunks from another engine of this host.
+"""`tiering-bench tiers --tier p2p`: what it costs to get chunks from another engine of this host.
 
 Goals: rows over TCP as a ratio to a bare loop of `recv_into` of the same size, and to NIXL in the
 same run; rows through shared memory as a ratio to memcpy; the round trip of a lookup. Not a goal:
@@ -36,6 +36,10 @@ from tiering_benchmarks.peers_sides import (
 )
 from tiering_benchmarks.tiers_run import WrongAnswer
 
+SIZES = "64KiB,256KiB,1MiB,4MiB"
+"""Of a row."""
+BYTES = "64MiB"
+"""What a side moves in its turn."""
 LOOKUP_KEYS = 1000
 LOOKUPS = 100
 AIMS = {TCP: (0.8, 256 << 10), SHM: (0.7, 0)}
@@ -127,7 +131,9 @@ def verdicts(sizes: dict[int, Figures], lookup: Sequence[float]) -> list[str]:
     return told
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """`tiering-bench tiers --tier p2p`, its options as they were given."""
+    args.sizes, args.bytes = args.sizes or SIZES, args.bytes or BYTES
     sizes = [report.size_bytes(text) for text in args.sizes.split(",")]
     limit_bytes = report.size_bytes(args.bytes)
     if not all(report.is_chunk_size(size) for size in sizes):
@@ -161,15 +167,3 @@ def _run(args: argparse.Namespace) -> int:
     print("\naims, by the medians")
     print("\n".join(verdicts(found, lookup)))
     return 0
-
-
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `tiering-bench peers` to the command line."""
-    parser = commands.add_parser(
-        "peers", help="chunks from another engine: TCP, shared memory, NIXL, and lookups"
-    )
-    parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB", help="of a row")
-    parser.add_argument("--bytes", default="64MiB", help="that a side moves in its turn")
-    parser.add_argument("--repeats", type=int, default=9, help="of each thing")
-    parser.add_argument("--json", metavar="FILE", help="write the raw figures there, too")
-    parser.set_defaults(run=_run)

@@ -23,7 +23,7 @@ from pathlib import Path
 import orjson
 
 from tiering.errors import ConfigError
-from tiering_benchmarks import objects
+from tiering_benchmarks import objects, peers
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.tiers_report import Sized
 from tiering_benchmarks.tiers_run import (
@@ -170,6 +170,8 @@ def _run(args: argparse.Namespace) -> int:
             except WrongAnswer as error:
                 print(f"tiering-bench: {error}", file=sys.stderr)
                 return 1
+    if args.tier == "p2p":
+        return peers.run(args)
     return _run_disks(args)
 
 
@@ -217,15 +219,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `tiering-bench tiers` to the command line."""
     parser = commands.add_parser(
         "tiers",
-        help="speed and CPU time of the disk tiers, against fio and vLLM's fs tier, or of the "
-        "object tier's client, against obstore and boto3",
+        help="speed and CPU time of the disk tiers, against fio and vLLM's fs tier, of the object "
+        "tier's client, against obstore and boto3, or speed of chunks from another engine, against "
+        "a bare loop, memcpy and NIXL",
     )
-    parser.add_argument("--tier", choices=("disk", "obj"), default="disk", help="which kind")
+    parser.add_argument("--tier", choices=("disk", "obj", "p2p"), default="disk", help="which kind")
     parser.add_argument("--dir", help="write under a fresh directory in this one; default: here")
-    parser.add_argument("--sizes", help=f"of a chunk; default: {SIZES}, of obj {objects.SIZES}")
+    parser.add_argument(
+        "--sizes",
+        help=f"of a chunk; default: {SIZES}, of obj {objects.SIZES}, of p2p {peers.SIZES}",
+    )
     parser.add_argument(
         "--bytes",
-        help=f"most that a pass of a side moves; default: {BYTES}, of obj {objects.BYTES}",
+        help=f"most that a pass of a side moves; default: {BYTES}, of obj {objects.BYTES}, of p2p "
+        f"{peers.BYTES}",
     )
     parser.add_argument(
         "--batch",

@@ -17,7 +17,7 @@ from tiering_benchmarks.tiers_run import WrongAnswer
 def test_it_measures_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
     flags = ["--sizes", "64KiB", "--bytes", "1MiB", "--repeats", "2", "--json", str(figures)]
-    assert main(["peers", *flags]) == 0
+    assert main(["tiers", "--tier", "p2p", *flags]) == 0
     found = json.loads(figures.read_text())
     assert {BARE, TCP, MEMCPY, SHM} <= set(found["speeds"]["65536"])
     assert all(len(each) == 2 for each in found["speeds"]["65536"].values())
@@ -56,7 +56,7 @@ def test_a_row_that_is_not_there_is_an_error_and_not_a_fast_one() -> None:
 def test_what_measures_nothing_is_refused(
     flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["peers", *flags]) == 2
+    assert main(["tiers", "--tier", "p2p", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 
