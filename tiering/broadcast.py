@@ -77,8 +77,9 @@ class Broadcast:
         blocks = [key[:-GROUP_BYTES] for key in token_keys(own, layout.block_tokens, salt)]
         if len(blocks) != count:
             raise ValueError(f"{len(tokens)} tokens for {len(keys)} chunks")
-        described = describe(self._shape, own, blocks, None, lora_name)
-        self._announcer.expect(keys, described, own)
+        if keys:
+            run = describe(self._shape, keys, own, blocks, None, lora_name)
+            self._announcer.expect(run, own)
 
     def publish(self, events: list[Event]) -> None:
         """As the store's EventSink."""

@@ -105,8 +105,8 @@ class Ours:
     def stored(self, prompt: Prompt) -> Sequence[Any]:
         # As many as a step computes, of a request that goes on to be changed.
         tokens = prompt.all_token_ids[:]
-        described = describe(self._shape, tokens, prompt.block_hashes)
-        self._announcer.expect(prompt.keys, described, tokens)
+        run = describe(self._shape, prompt.keys, tokens, prompt.block_hashes)
+        self._announcer.expect(run, tokens)
         return self._told(ChunksStored(HOST, tuple(prompt.keys)))
 
     def written(self, prompt: Prompt) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from tiering.events import HOST
 from tiering.events.announcer import Announcer
 from tiering.events.blocks import AllBlocksCleared, BlockEvent, BlockRemoved
 from tiering.events.channels import Medium
-from tiering.events.descriptions import Description, Shape, integers
+from tiering.events.descriptions import Run, Shape, integers
 from tiering.residency.core import Residency
 from tiering_connectors.vllm.announcing import Announcing
 from tiering_connectors.vllm.geometry import Geometry
@@ -63,11 +63,9 @@ class _Noting(Announcer):
         super().__init__(*args, **more)
         self.blocks_of: dict[bytes, list[int]] = {}
 
-    def expect(
-        self, keys: Sequence[bytes], described: list[Description], tokens: list[int]
-    ) -> None:
-        self.blocks_of.update(zip(keys, (integers(told.hashes) for told in described), strict=True))
-        super().expect(keys, described, tokens)
+    def expect(self, run: Run, tokens: list[int]) -> None:
+        self.blocks_of.update((key, integers(told.hashes)) for key, told in run)
+        super().expect(run, tokens)
 
 
 class Listener:

@@ -59,9 +59,9 @@ class Prompt:
         extra = None if self.extra_keys is None else self.extra_keys[first:stop]
         tokens = self.tokens[first * BLOCK : stop * BLOCK]
         announcer.expect(
-            self.keys[chunks.start : chunks.stop],
             describe(
                 shape,
+                self.keys[chunks.start : chunks.stop],
                 tokens,
                 self.hashes[first:stop],
                 self.hashes[first - 1] if first else None,
@@ -283,8 +283,7 @@ def test_after_a_reset_of_all_only_what_is_new_is_told_of(
     announcer.masked(5)
     new = Prompt(list(range(16)), 1)
     masked = tuple(chunk_key(bytes([key[0] ^ 1]) + key[1:-4], 1) for key in new.keys)
-    told = describe(shape, new.tokens, new.hashes)
-    announcer.expect(masked, told, new.tokens)
+    announcer.expect(describe(shape, masked, new.tokens, new.hashes), new.tokens)
     announcer.publish([ChunksStored(HOST, masked), ChunksStored(0, masked)])
     router.take(announcer.take())
     assert router.held(CPU) == router.held(DISK) == set(new.integers())
@@ -431,9 +430,9 @@ def test_a_router_knows_what_is_there_whatever_happens(
 
 def test_hashes_and_tokens_survive_their_packing() -> None:
     prompt = Prompt([0, 2**32 - 1, 5, 6, 7, 8, 9, 10], 2)
-    (told,) = describe(shape_of(2), prompt.tokens, prompt.hashes)
+    (told,) = describe(shape_of(2), prompt.keys, prompt.tokens, prompt.hashes).descriptions()
     assert integers(told.hashes) == prompt.integers()
     assert token_ids(told.tokens) == prompt.tokens
     for token in (-1, 2**32):
         with pytest.raises(OverflowError):
-            describe(shape_of(1), [token] * 4, prompt.hashes[:1])
+            describe(shape_of(1), prompt.keys, [token] * 4, prompt.hashes[:1])

@@ -1,7 +1,7 @@
 """From chunks to blocks: what the core says becomes the events that routers understand.
 
-Owns what of each tier counts as there, the descriptions of what is in host memory, and the events
-not yet taken. Each block is announced once in each medium and removed once, whatever the core says
+Owns what of each tier counts as there, what is said of what is in host memory, and the events not
+yet taken. Each block is announced once in each medium and removed once, whatever the core says
 twice or late. A chunk that nobody can describe is not announced, and counted. Sans-IO, on the
 core's thread; nothing here waits. Used as the core's EventSink.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Protocol
 
 from tiering.clock import Clock
@@ -26,12 +26,12 @@ from tiering.events.chunks import (
     SurveyBegan,
     SurveyEnded,
 )
-from tiering.events.coming import Coming, Run
+from tiering.events.coming import Coming
 from tiering.events.descriptions import (
     CATALOGUE_COUNTERS,
     Answer,
     Described,
-    Description,
+    Run,
     Shape,
     Suspects,
     integers,
@@ -64,7 +64,7 @@ class Catalogue(Protocol):
     @property
     def is_asked(self) -> bool: ...
 
-    def keep(self, described: Sequence[Described]) -> None: ...
+    def keep(self, described: Run | list[Described]) -> None: ...
 
     def forget(self, keys: Sequence[bytes]) -> None: ...
 
@@ -99,6 +99,7 @@ class Announcer:
         self._outbox = Outbox(shape, self._counters)
         self._held = HeldSomewhere(media)
         self._holdings = self._held.holdings
+        self._host = self._held.host
         channels = {medium: Channel(medium, shape, self._outbox) for medium in media.values()}
         self._channels = {tier: channels[medium] for tier, medium in media.items()}
         self._all_channels = tuple(channels.values())
@@ -108,8 +109,6 @@ class Announcer:
         # Whether `expect` is of use.
         self.describes = self_describing
         self._coming = Coming(descriptions_max, COMING_TOKENS_MAX)
-        # Of those in host memory, as far as events have said.
-        self._described: dict[bytes, Description] = {}
         # There, and to be announced once they are described, by tier.
         self._wanted: dict[int, dict[bytes, None]] = {tier: {} for tier in catalogues}
         # There, and nobody could describe them.
@@ -123,12 +122,10 @@ class Announcer:
 
     # What others tell
 
-    def expect(
-        self, keys: Sequence[bytes], described: list[Description], tokens: list[int]
-    ) -> None:
-        """These chunks, which follow one another, may come to host memory soon. `described` is what
-        `describe` made of `tokens`; both lists are the announcer's from now on."""
-        self._coming.expect(Run(tuple(keys), described, tokens))
+    def expect(self, run: Run, tokens: list[int]) -> None:
+        """Chunks that may come to host memory soon. `run` is what `describe` made of `tokens`; both
+        are the announcer's from now on."""
+        self._coming.expect(run, tokens)
 
     def publish(self, events: list[Event]) -> None:
         for event in events:
@@ -200,60 +197,82 @@ class Announcer:
     # Chunks
 
     def _stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        holdings, described = self._holdings[tier], self._described
         if not all(map(bytes.endswith, keys, repeat(self._suffix))):
             keys = [key for key in keys if key.endswith(self._suffix)]
-        run = self._arrived(keys) if tier == HOST else None
-        if self._is_cleared:
-            # What is left over from before is not looked for any more.
-            keys = [key for key in keys if key in described or key in holdings]
-        if self._undescribed:
-            self._describe_late([key for key in keys if key in self._undescribed])
-        news: Sequence[bytes] = holdings.add(keys)
+        if tier == HOST:
+            run, tokens = self._coming.take_run(keys) or (None, None)
+        else:
+            run, tokens = self._host.runs.run_of(keys), None
+        if tier == HOST:
+            news = self._arrived(keys) if run is None else self._arrived_as(run)
+        else:
+            holdings = self._holdings[tier]
+            if self._is_cleared and run is None:
+                # What is left over from before is not looked for any more.
+                keys = [key for key in keys if key in self._host.runs or key in holdings]
+            news = holdings.add(keys)
+        if run is None or len(news) < len(run):
+            run, tokens = self._host.runs.run_of(news), None
         if tier in self._catalogues:
-            keepable = [(key, told) for key in news if (told := described.get(key)) is not None]
+            keepable = self._host.runs.described(news) if run is None else run
             if keepable:
                 self._catalogues[tier].keep(keepable)
         if not self._held.is_alone(tier):
-            news = self._channels[tier].unknown(news)
-        if run is not None and len(news) == len(run.keys):
-            self._channels[tier].announce(news, run.described, run.tokens)
-        else:
-            self._announce(tier, news)
-
-    def _arrived(self, keys: Sequence[bytes]) -> Run | None:
-        """They have come to host memory; that they were expected as one run, if so."""
-        run = self._coming.take_run(keys)
+            unknown = self._channels[tier].unknown(news)
+            if len(unknown) < len(news):
+                news, run = unknown, None
         if run is None:
-            self._described.update(self._coming.take(keys))
+            self._announce(tier, news)
         else:
-            self._described.update(zip(run.keys, run.described, strict=True))
-        return run
+            self._channels[tier].announce(run, tokens)
+
+    def _arrived_as(self, run: Run) -> Sequence[bytes]:
+        """It has come to host memory; those of its chunks of which that is news."""
+        self._describe_late([run])
+        return self._host.add_run(run)
+
+    def _arrived(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The same where they were not expected as they came, or not at all."""
+        runs = self._coming.take(keys)
+        if self._is_cleared:
+            # What is left over from before is not looked for any more.
+            expected = {key for run in runs for key in run.keys}
+            keys = [key for key in keys if key in expected or key in self._host]
+        self._describe_late(runs)
+        return self._host.add_some(keys, runs)
 
     def _announce(self, tier: int, keys: Sequence[bytes]) -> None:
         """What `tier` holds and its medium is not known to have, as far as it is described."""
-        channel = self._channels[tier]
+        channel, runs = self._channels[tier], self._host.runs
         if not self.describes:
             hashes = [key[-GROUP_BYTES - HASH_BYTES : -GROUP_BYTES] for key in keys]
             channel.announce_bare(keys, _unmasked(b"".join(hashes), self._mask))
             return
-        told = list(map(self._described.get, keys))
-        if not all(told):
-            bare = [key for key, each in zip(keys, told, strict=True) if each is None]
+        if (run := runs.run_of(keys)) is not None:
+            channel.announce(run)
+            return
+        described = runs.described(keys)
+        if len(described) < len(keys):
+            bare = [key for key in keys if key not in runs]
             if tier in self._catalogues:
                 self._wanted[tier].update(dict.fromkeys(bare))
             else:
                 self._count_undescribed(bare)
-            keys = [key for key, each in zip(keys, told, strict=True) if each is not None]
-        channel.announce(keys, list(filter(None, told)))
+        channel.announce_each(described)
 
     def _count_undescribed(self, keys: Sequence[bytes]) -> None:
         self._counters.add("events_undescribed", len(keys))
         self._undescribed.update(dict.fromkeys(keys))
 
-    def _describe_late(self, keys: Sequence[bytes]) -> None:
-        """Nobody could describe them before; as they come to host memory somebody may."""
-        described = [(key, told) for key in keys if (told := self._described.get(key)) is not None]
+    def _describe_late(self, runs: Sequence[Run]) -> None:
+        """As they come to host memory: some of them nobody could describe before, perhaps."""
+        bare = self._undescribed
+        if bare:
+            late = chain.from_iterable(r for r in runs if not bare.keys().isdisjoint(r.keys))
+            self._describe_now([each for each in late if each[0] in bare])
+
+    def _describe_now(self, described: list[Described]) -> None:
+        """Nobody could describe them before."""
         for key, _ in described:
             self._undescribed.pop(key, None)
         self._tell_everywhere(described)
@@ -270,9 +289,6 @@ class Announcer:
         if not keys:
             return
         self._channels[tier].withdraw(self._held.nowhere_else(tier, keys))
-        if tier == HOST:
-            for key in keys:
-                self._described.pop(key, None)
         if self._undescribed:
             for key in keys:
                 self._undescribed.pop(key, None)
@@ -288,8 +304,8 @@ class Announcer:
             channel.withdraw_all()
         for holdings in self._holdings.values():
             holdings.clear()
-        for some in (self._described, self._undescribed, self._wanted):
-            some.clear()
+        self._undescribed.clear()
+        self._wanted.clear()
         self._coming.clear()
         self._again.clear()
         self._catalogues.clear()
@@ -319,8 +335,8 @@ class Announcer:
                     continue
                 missing = [key for key in answer.missing if key in holdings]
                 # Some may have come to host memory since the question.
-                self._describe_late(missing)
-                self._count_undescribed([key for key in missing if key not in self._described])
+                self._describe_now(self._host.runs.described(missing))
+                self._count_undescribed([key for key in missing if key not in self._host.runs])
                 self._tell_everywhere(answer.described)
 
     def _tell_everywhere(self, described: Sequence[Described]) -> None:
@@ -328,7 +344,7 @@ class Announcer:
         for tier, channel in self._channels.items():
             holdings = self._holdings[tier]
             some = [each for each in described if each[0] in holdings and each[0] not in channel]
-            channel.announce([key for key, _ in some], [told for _, told in some])
+            channel.announce_each(some)
 
     def _announce_again(self, keys: Sequence[bytes]) -> None:
         for tier, holdings in self._holdings.items():

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
 from tiering.events.blocks import HASH_BYTES, BlockEvent, BlockRemoved, BlockStored, blocks_in
 from tiering.events.descriptions import (
     TOKEN_BYTES,
+    Described,
     Description,
+    Run,
     Shape,
     integers,
     token_ids,
@@ -43,6 +46,7 @@ class Outbox:
     def __init__(self, shape: Shape, counters: Counters) -> None:
         self._shape = shape
         self._counters = counters
+        self._chunks_in_event_max = max(1, BLOCKS_IN_EVENT_MAX // shape.blocks_per_chunk)
         self._events: deque[BlockEvent] = deque()
         # The last block of the last event, if more may join it.
         self._open_end = b""
@@ -55,35 +59,42 @@ class Outbox:
         self._events.clear()
         self.blocks = 0
 
-    def stored(
-        self, medium: Medium, chunks: list[Description], tokens: list[int] | None = None
-    ) -> None:
-        """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`.
-        `tokens`: of all of them as numbers, given for whole chunks that follow one another."""
-        most = max(1, BLOCKS_IN_EVENT_MAX // self._shape.blocks_per_chunk)
+    def stored(self, medium: Medium, chunks: list[Description]) -> None:
+        """Blocks that can be read from now on, some or all of a chunk's in each of `chunks`."""
         start = 0
         while start < len(chunks):
             first = chunks[start]
-            if first.extra_keys is not None:
-                stop = start + 1
-            elif tokens is not None:
-                stop = min(start + most, len(chunks))
-            else:
-                stop = _end_of_run(chunks, start, most)
-            if tokens is not None and stop - start == len(chunks):
-                own = tokens
-            elif tokens is None:
-                own = token_ids(b"".join(map(_tokens_of, chunks[start:stop])))
-            else:
-                size = len(tokens) // len(chunks)
-                own = tokens[start * size : stop * size]
-            self._stored(medium, chunks[start:stop], own)
+            stop = start + 1
+            if first.extra_keys is None:
+                stop = _end_of_run(chunks, start, self._chunks_in_event_max)
+            some = chunks[start:stop]
+            hashes = b"".join(map(_hashes_of, some))
+            self._stored(medium, first, hashes, token_ids(b"".join(map(_tokens_of, some))))
             start = stop
 
-    def _stored(self, medium: Medium, run: list[Description], tokens: list[int]) -> None:
-        """One event, or more of the last one."""
-        first, end = run[0], run[-1].hashes[-HASH_BYTES:]
-        blocks = integers(b"".join(map(_hashes_of, run)))
+    def stored_run(self, medium: Medium, run: Run, tokens: list[int] | None = None) -> None:
+        """The same for whole chunks. `tokens`: of all of them as numbers; the list is the outbox's
+        from now on."""
+        if run.extra_keys is not None:
+            self.stored(medium, run.descriptions())
+            return
+        count, most = len(run), self._chunks_in_event_max
+        if tokens is None:
+            tokens = token_ids(run.tokens)
+        if count <= most:
+            self._stored(medium, run, b"".join(run.hashes), tokens)
+            return
+        size = len(tokens) // count
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            part, own = run.part(start, stop), tokens[start * size : stop * size]
+            self._stored(medium, part, b"".join(part.hashes), own)
+
+    def _stored(
+        self, medium: Medium, first: Description | Run, hashes: bytes, tokens: list[int]
+    ) -> None:
+        """One event, or more of the last one. `first` says what is not of each block."""
+        blocks = integers(hashes)
         self._counters.add("events_blocks_stored", len(blocks))
         self.blocks += len(blocks)
         last = self._events[-1] if self._events else None
@@ -118,7 +129,7 @@ class Outbox:
                     locality=medium.locality,
                 )
             )
-        self._open_end = end
+        self._open_end = hashes[-HASH_BYTES:]
 
     def placeholders(self, medium: Medium, hashes: bytes) -> None:
         """Chunks of which nothing is told but the hash of the last block."""
@@ -199,21 +210,27 @@ class Channel:
             return keys
         return [key for key in keys if key not in announced]
 
-    def announce(
-        self,
-        keys: Sequence[bytes],
-        described: list[Description],
-        tokens: list[int] | None = None,
-    ) -> None:
-        """The chunks are there, and were not announced. `tokens`: of all of them, as numbers, where
-        they follow one another and that is known."""
-        if self._shares_blocks:
-            fresh = [self._unshared(key, told) for key, told in zip(keys, described, strict=True)]
-            if fresh != described:
-                described, tokens = list(filter(None, fresh)), None
+    def announce(self, run: Run, tokens: list[int] | None = None) -> None:
+        """The chunks are there, and were not announced. `tokens`: of all of them, as numbers; the
+        list is the channel's from now on."""
+        if not self._shares_blocks:
+            self._announced.update(zip(run.keys, run.hashes, strict=True))
         else:
-            self._announced.update(zip(keys, map(_hashes_of, described), strict=True))
-        self._outbox.stored(self.medium, described, tokens)
+            known = list(map(self._joined, run.keys, run.hashes, run.parents()))
+            if any(known):
+                self._outbox.stored(self.medium, self._rests(run.descriptions(), known))
+                return
+        self._outbox.stored_run(self.medium, run, tokens)
+
+    def announce_each(self, described: list[Described]) -> None:
+        """The same of chunks that need not follow one another."""
+        told = [each for _, each in described]
+        if not self._shares_blocks:
+            self._announced.update((key, each.hashes) for key, each in described)
+        else:
+            known = [self._joined(key, each.hashes, each.parent) for key, each in described]
+            told = self._rests(told, known)
+        self._outbox.stored(self.medium, told)
 
     def announce_bare(self, keys: Sequence[bytes], hashes: bytes) -> None:
         """The same without anything but the hash of each one's last block, HASH_BYTES each."""
@@ -223,9 +240,13 @@ class Channel:
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """The chunks are not there any more. Those that were not announced do not matter."""
+        pop = self._announced.pop
+        if not self._parents:
+            self._outbox.removed(self.medium, b"".join(filter(None, map(pop, keys, repeat(None)))))
+            return
         gone = []
         for key in keys:
-            hashes = self._announced.pop(key, None)
+            hashes = pop(key, None)
             if hashes is not None:
                 gone.append(self._left(key, hashes) if key in self._parents else hashes)
         self._outbox.removed(self.medium, b"".join(gone))
@@ -238,24 +259,30 @@ class Channel:
         for some in (self._announced, self._parents, self._siblings):
             some.clear()
 
-    def _unshared(self, key: bytes, told: Description) -> Description | None:
-        """What of a chunk that comes is not announced with others; None if all of it is."""
-        known = self._shared(key, told.hashes, told.parent)
-        self._siblings.setdefault(told.parent, []).append(key)
-        self._parents[key] = told.parent
-        self._announced[key] = told.hashes
-        if not known:
-            return told
-        at = known * HASH_BYTES
-        if at == len(told.hashes):
-            return None
-        return Description(
-            told.hashes[at:],
-            told.hashes[at - HASH_BYTES : at],
-            told.tokens[known * self._block_bytes :],
-            told.lora_name,
-            None if told.extra_keys is None else told.extra_keys[known:],
-        )
+    def _joined(self, key: bytes, hashes: bytes, parent: bytes) -> int:
+        """A chunk comes; how many of its leading blocks are announced with others."""
+        known = self._shared(key, hashes, parent)
+        self._siblings.setdefault(parent, []).append(key)
+        self._parents[key] = parent
+        self._announced[key] = hashes
+        return known
+
+    def _rests(self, chunks: list[Description], known: list[int]) -> list[Description]:
+        """What is left of them without so many leading blocks of each, if anything is."""
+        size = self._block_bytes
+        return [
+            Description(
+                told.hashes[count * HASH_BYTES :],
+                told.hashes[(count - 1) * HASH_BYTES : count * HASH_BYTES],
+                told.tokens[count * size :],
+                told.lora_name,
+                None if told.extra_keys is None else told.extra_keys[count:],
+            )
+            if count
+            else told
+            for told, count in zip(chunks, known, strict=True)
+            if count * HASH_BYTES < len(told.hashes)
+        ]
 
     def _left(self, key: bytes, hashes: bytes) -> bytes:
         """What of a chunk that goes is not announced with others."""

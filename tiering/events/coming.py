@@ -1,24 +1,23 @@
 """What is said of chunks that may come to host memory, until they do.
 
 Owns the descriptions of chunks that are expected, up to a bound, and their tokens as numbers, up to
-another: what arrives as it was expected need not be looked through for what follows on from what,
-nor its tokens, which are kept packed, be unpacked to be told. Sans-IO; used by the announcer.
+another: what arrives as it was expected is known to be one run, and its tokens, which are kept
+packed, need not be unpacked to be told. Sans-IO; used by the announcer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
-from tiering.events.descriptions import Described, Description
+from tiering.events.descriptions import Run
+from tiering.events.runs import Runs
 
 
-class Run(NamedTuple):
-    """Chunks that follow one another; `tokens` are those of all of them."""
+class Expected(NamedTuple):
+    """A run, and its tokens as numbers."""
 
-    keys: tuple[bytes, ...]
-    described: list[Description]
+    run: Run
     tokens: list[int]
 
 
@@ -29,56 +28,54 @@ class Coming:
         self._chunks_max = chunks_max
         self._tokens_max = tokens_max
         # By the first key, the oldest first.
-        self._runs: dict[bytes, Run] = {}
+        self._whole: dict[bytes, Expected] = {}
         self._tokens = 0
-        # Those whose run is not kept, the oldest first.
-        self._single: dict[bytes, Description] = {}
+        # Those whose tokens are not kept as numbers, the oldest first.
+        self._others = Runs()
 
     def __len__(self) -> int:
-        return len(self._single) + sum(len(run.keys) for run in self._runs.values())
+        return len(self._others) + sum(len(each.run) for each in self._whole.values())
 
-    def expect(self, run: Run) -> None:
-        """Its lists are nobody else's any more."""
-        if not run.keys:
-            return
+    def expect(self, run: Run, tokens: list[int]) -> None:
+        """The list is nobody else's any more."""
         first = run.keys[0]
-        if first in self._runs:
-            self._split(first)
-        self._runs[first] = run
-        self._tokens += len(run.tokens)
+        if first in self._whole:
+            self._let_go(first)
+        self._whole[first] = Expected(run, tokens)
+        self._tokens += len(tokens)
         while self._tokens > self._tokens_max:
-            self._split(next(iter(self._runs)))
+            self._let_go(next(iter(self._whole)))
 
-    def take_run(self, keys: Sequence[bytes]) -> Run | None:
+    def take_run(self, keys: Sequence[bytes]) -> Expected | None:
         """What was expected under `keys`, if that is one run and the whole of it."""
-        run = self._runs.get(keys[0]) if keys else None
-        if run is None or run.keys != tuple(keys):
+        expected = self._whole.get(keys[0]) if keys else None
+        if expected is None or expected.run.keys != tuple(keys):
             return None
-        del self._runs[keys[0]]
-        self._tokens -= len(run.tokens)
-        return run
+        del self._whole[keys[0]]
+        self._tokens -= len(expected.tokens)
+        return expected
 
-    def take(self, keys: Sequence[bytes]) -> list[Described]:
+    def take(self, keys: Sequence[bytes]) -> list[Run]:
         """Those of `keys` that were expected."""
-        for first in list(self._runs):
-            self._split(first)
-        single = self._single
-        return [(key, told) for key in keys if (told := single.pop(key, None)) is not None]
+        for first in list(self._whole):
+            self._let_go(first)
+        taken = list(self._others.runs_of(keys))
+        self._others.take(keys)
+        return taken
 
     def clear(self) -> None:
-        self._runs.clear()
-        self._single.clear()
+        self._whole.clear()
+        self._others.clear()
         self._tokens = 0
 
-    def _split(self, first: bytes) -> None:
-        run = self._runs.pop(first)
-        self._tokens -= len(run.tokens)
-        self._single.update(zip(run.keys, run.described, strict=True))
-        if len(self._single) > self._chunks_max:
+    def _let_go(self, first: bytes) -> None:
+        """Of the tokens as numbers."""
+        run, tokens = self._whole.pop(first)
+        self._tokens -= len(tokens)
+        self._others.put(run)
+        if len(self._others) > self._chunks_max:
             # Some more, so that it is not done each time.
-            spare = len(self._single) - self._chunks_max * 3 // 4
-            for key in list(islice(self._single, spare)):
-                del self._single[key]
+            self._others.take_oldest(len(self._others) - self._chunks_max * 3 // 4)
 
     def __repr__(self) -> str:
         return f"<Coming {len(self)} chunks>"

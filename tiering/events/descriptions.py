@@ -10,7 +10,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
@@ -82,32 +82,100 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Description).decode
 
 
+@dataclass(eq=False, slots=True)
+class Run:
+    """Chunks that follow one another, described in one piece; each one's Description is made only
+    when it is asked for. `hashes` of each chunk's blocks, the `parent` of the first chunk, `tokens`
+    of all of them and `extra_keys`, one item a block, are as in a Description. Nothing of it is
+    changed. A collection of Described."""
+
+    keys: tuple[bytes, ...]
+    hashes: list[bytes]
+    parent: bytes
+    tokens: bytes
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    _places: dict[bytes, int] | None = field(default=None, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Described]:
+        return zip(self.keys, self.descriptions(), strict=True)
+
+    def place(self, key: bytes) -> int:
+        """Where `key` is among the keys. KeyError where it is not."""
+        if key == self.keys[0]:
+            return 0
+        if self._places is None:
+            self._places = dict(zip(self.keys, range(len(self.keys)), strict=True))
+        return self._places[key]
+
+    def descriptions(self) -> list[Description]:
+        """One for each chunk."""
+        count, extra = len(self.keys), self.extra_keys
+        return list(
+            map(
+                Description,
+                self.hashes,
+                self.parents(),
+                _cut(self.tokens, len(self.tokens) // count),
+                repeat(self.lora_name),
+                repeat(None) if extra is None else _split(extra, len(extra) // count),
+            )
+        )
+
+    def parents(self) -> list[bytes]:
+        """What each chunk follows on from."""
+        return [self.parent, *map(_last_bytes, self.hashes[:-1])]
+
+    def part(self, start: int, stop: int) -> Run:
+        """The chunks from the one at `start` to the one before `stop`, of which there is one."""
+        count, extra = len(self.keys), self.extra_keys
+        if stop - start == count:
+            return self
+        size = len(self.tokens) // count
+        if extra is not None:
+            blocks = len(extra) // count
+            extra = extra[start * blocks : stop * blocks]
+        return Run(
+            self.keys[start:stop],
+            self.hashes[start:stop],
+            self.hashes[start - 1][-HASH_BYTES:] if start else self.parent,
+            self.tokens[start * size : stop * size],
+            self.lora_name,
+            extra,
+        )
+
+
 def describe(
     shape: Shape,
+    keys: Sequence[bytes],
     tokens: Sequence[int],
     hashes: Sequence[bytes],
     parent_hash: bytes | None = None,
     lora_name: str | None = None,
     extra_keys: ExtraKeys | None = None,
-) -> list[Description]:
-    """Of chunks that follow one another, from the `tokens` and `hashes`, whole, of all of their
-    blocks, and that of the block before them. `extra_keys` has an item for each block.
-    OverflowError for a token that is no unsigned 32-bit integer, which routers cannot take."""
+) -> Run:
+    """Of the chunks `keys`, at least one, which follow one another, from the `tokens` and `hashes`,
+    whole, of all of their blocks, and that of the block before them. `extra_keys` has an item for
+    each block. OverflowError for a token that is no unsigned 32-bit integer, which routers cannot
+    take; ValueError where there are not as many tokens or hashes as the chunks have."""
     per_chunk = shape.blocks_per_chunk
+    blocks = len(keys) * per_chunk
+    if not blocks or len(hashes) != blocks or len(tokens) != blocks * shape.block_tokens:
+        raise ValueError(f"{len(tokens)} tokens and {len(hashes)} hashes for {len(keys)} chunks")
     packed = array(_UINT32, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
     short = list(map(_last_bytes, hashes))
-    parent = b"" if parent_hash is None else parent_hash[-HASH_BYTES:]
-    return list(
-        map(
-            Description,
-            short if per_chunk == 1 else _cut(b"".join(short), per_chunk * HASH_BYTES),
-            [parent, *short[per_chunk - 1 :: per_chunk]],
-            _cut(packed.tobytes(), shape.block_tokens * per_chunk * TOKEN_BYTES),
-            repeat(lora_name),
-            repeat(None) if extra_keys is None else _split(list(extra_keys), per_chunk),
-        )
+    return Run(
+        tuple(keys),
+        short if per_chunk == 1 else list(_cut(b"".join(short), per_chunk * HASH_BYTES)),
+        b"" if parent_hash is None else parent_hash[-HASH_BYTES:],
+        packed.tobytes(),
+        lora_name,
+        None if extra_keys is None else list(extra_keys),
     )
 
 
@@ -116,9 +184,8 @@ def _split(items: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _cut(rows: bytes, size: int) -> Iterator[bytes]:
-    """The whole ones of `size` bytes each."""
-    whole = memoryview(rows)[: len(rows) - len(rows) % size]
-    return chain.from_iterable(struct.iter_unpack(f"{size}s", whole))
+    """Pieces of `size` bytes each."""
+    return chain.from_iterable(struct.iter_unpack(f"{size}s", rows))
 
 
 def integers(hashes: bytes) -> list[int]:

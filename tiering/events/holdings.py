@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
+from tiering.events.chunks import HOST
+from tiering.events.descriptions import Run
+from tiering.events.runs import Runs
+
 
 class Holdings:
     """Of one tier."""
@@ -46,17 +50,16 @@ class Holdings:
 
     def discard(self, keys: Iterable[bytes]) -> list[bytes]:
         """They are not there; those of which that is news."""
-        fresh, older = self._fresh, self._older
-        news = []
-        for key in keys:
-            if key in fresh:
-                del fresh[key]
-            elif key in older:
-                del older[key]
-            else:
-                continue
-            news.append(key)
-        return news
+        fresh, older, keys = self._fresh, self._older, list(keys)
+        before = len(fresh)
+        since = list(map(fresh.pop, keys, repeat(None)))
+        if before - len(fresh) == len(keys):
+            return keys
+        return [
+            key
+            for key, at in zip(keys, since, strict=True)
+            if at is not None or older.pop(key, None) is not None
+        ]
 
     def clear(self) -> None:
         self._fresh.clear()
@@ -87,11 +90,59 @@ class Holdings:
         return not self._is_surveyed and bool(self._older)
 
 
+class HostHoldings(Holdings):
+    """Of host memory, which is not surveyed: and what is said of each chunk. Those of which nothing
+    is said are held as by any other tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = Runs()
+
+    def __len__(self) -> int:
+        return len(self.runs) + super().__len__()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.runs or super().__contains__(key)
+
+    def keys(self) -> list[bytes]:
+        return [*self.runs, *super().keys()]
+
+    def add_run(self, run: Run) -> Sequence[bytes]:
+        """All of it is there; those of which that is news."""
+        news = self.runs.put(run)
+        if super().__len__() and (bare := set(super().discard(news))):
+            return [key for key in news if key not in bare]
+        return news
+
+    def add_some(self, keys: Sequence[bytes], runs: Iterable[Run]) -> list[bytes]:
+        """They are there, and `runs` are made of some of them; those of which that is news."""
+        news: set[bytes] = set()
+        for run in runs:
+            news.update(self.add_run(run))
+        news.update(super().add([key for key in keys if key not in self.runs]))
+        return [key for key in dict.fromkeys(keys) if key in news]
+
+    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
+        keys, before = list(keys), len(self.runs)
+        taken = self.runs.take(keys)
+        if before - len(self.runs) == len(keys):
+            return keys
+        news: list[bytes] = []
+        for key, run in zip(keys, taken, strict=True):
+            news += super().discard((key,)) if run is None else (key,)
+        return news
+
+    def clear(self) -> None:
+        super().clear()
+        self.runs.clear()
+
+
 class HeldSomewhere:
     """Of several tiers, by their numbers; those of equal `places` are one to whoever is told."""
 
     def __init__(self, places: Mapping[int, object]) -> None:
-        self.holdings = {tier: Holdings() for tier in places}
+        self.host = HostHoldings()
+        self.holdings = {tier: self.host if tier == HOST else Holdings() for tier in places}
         self._others = {
             tier: [self.holdings[at] for at in places if at != tier and places[at] == place]
             for tier, place in places.items()

@@ -130,8 +130,9 @@ class Announcing(Silence):
         hashes = request.block_hashes
         own = hashes[(first + 1) * stride - 1 : stop * stride : stride]
         try:
-            described = describe(
+            run = describe(
                 shape,
+                tracked.keys[self._position][chunks.start : chunks.stop],
                 tokens,
                 own,
                 hashes[first * stride - 1] if first else None,
@@ -147,8 +148,7 @@ class Announcing(Silence):
                     error,
                 )
             return
-        keys = tracked.keys[self._position][chunks.start : chunks.stop]
-        self._announcer.expect(keys, described, tokens)
+        self._announcer.expect(run, tokens)
 
     def _extra_keys(self, request: Request, blocks: range) -> list[Any] | None:
         """What else than tokens the hashes of `blocks` are made of, one item a block."""

@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tiering.events.descriptions import (
     CATALOGUE_COUNTERS,
     Answer,
     Described,
+    Run,
     Suspects,
     Told,
     decode,
@@ -71,7 +72,7 @@ class Catalogue:
         """Whether answers are still to come."""
         return self._asked > 0 or bool(self._answers)
 
-    def keep(self, described: Sequence[Described]) -> None:
+    def keep(self, described: Run | list[Described]) -> None:
         """These chunks are on the disk."""
         self._put(lambda: self._keep(described), len(described))
 
@@ -161,7 +162,7 @@ class Catalogue:
                     raise sqlite3.DatabaseError(f"version {version} of {self._path}, not {VERSION}")
         return self._database
 
-    def _keep(self, described: Sequence[Described]) -> None:
+    def _keep(self, described: Iterable[Described]) -> None:
         now = int(self._clock.now())
         rows = [(key, now, encode(told)) for key, told in described]
         opened = self._opened()
