@@ -452,4 +452,6 @@ async def test_an_interruption_keeps_what_was_found(tmp_path: Path) -> None:
         scrub.run(interrupt)
     assert len(begun) >= 2
     assert scrub.report.good == scrub.report.checked == sum(begun)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scrub")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("tiering-scrub")
+    ]
