@@ -122,6 +122,7 @@ def test_a_worker_half_over_a_device(
     assert fake.pinned == {}
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_pages_of_vllms_own_offloading_are_found(fake: FakeCuda, torch: Any) -> None:
     from tiering_connectors.vllm.offloading.facts import device_pages_of
@@ -219,6 +220,7 @@ def test_other_devices_are_refused_with_a_way_out(kind: str) -> None:
     assert "CPUOffloadingSpec" in refused.value.remedy
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("is_rocm", [True, False])
 def test_cuda_and_rocm_have_a_runtime_each(monkeypatch: pytest.MonkeyPatch, is_rocm: bool) -> None:

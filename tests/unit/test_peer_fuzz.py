@@ -56,6 +56,7 @@ def require_sound(frame: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_frame_is_refused_or_a_message() -> None:
     taken = sum(map(require_sound, frames(30_000, seed=1)))
     assert 0 < taken < 30_000 // 2

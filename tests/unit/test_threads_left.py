@@ -53,6 +53,7 @@ def test_threads_are_named_until_they_have_ended() -> None:
     assert threads_left(before) == []
 
 
+@pytest.mark.slow
 def test_the_test_that_leaves_a_thread_fails_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "test_sloppy.py").write_text(SLOPPY)
     shutil.copy(TESTS / "conftest.py", tmp_path)
