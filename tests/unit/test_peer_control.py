@@ -275,9 +275,9 @@ async def test_an_engine_that_dials_again_has_one_session() -> None:
         await peer.fetch("r", keys(2))
         async with engine(2) as (reborn, _):
             await reborn.peer(serves.address)
-            await until(lambda: len(shelf.guests) == 1)
+            await until(lambda: ("over", "the same engine has dialled again") in shelf.told)
             assert shelf.pinned == {}
-            assert ("over", "the same engine has dialled again") in shelf.told
+            await until(lambda: len(shelf.guests) == 1)
 
 
 @pytest.mark.slow
@@ -305,6 +305,8 @@ async def test_who_stops_says_so() -> None:
     async with engine(2) as (asks, _):
         async with engine(1) as (serves, shelf):
             peer = await asks.peer(serves.address)
+            # Who asks knows of the session first.
+            await until(lambda: bool(shelf.guests))
         await until(lambda: peer.over is not None)
         assert peer.over is not None
         assert peer.over.reason == "the engine that serves stops"

@@ -68,6 +68,7 @@ def test_random_bytes_are_no_message() -> None:
         assert isinstance(decode(chance.randbytes(chance.randrange(BYTES_MAX))), Malformed)
 
 
+@pytest.mark.slow
 def test_decoding_takes_no_more_memory_than_its_frame_and_a_little() -> None:
     made = list(frames(4_000, seed=3))
     for frame in made[:100]:
