@@ -5,10 +5,14 @@ the gaps. vLLM is asked for by its metadata, never imported."""
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from hypothesis import settings
+
+from threads_left import threads_left
 
 # The same examples each time, so that a change is judged by what it changed; `make explore` tries
 # others.
@@ -41,3 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("vllm"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """What a test leaves running, the next ones of its process meet. Set up before all that a
+    test asks for itself, and so looked at after it; what a module or session has is older."""
+    before = set(threading.enumerate())
+    yield
+    if left := threads_left(before):
+        pytest.fail(f"threads are left: {', '.join(left)}", pytrace=False)

@@ -116,6 +116,11 @@ class VllmServer:
         self.stop()
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was started, and not ended since by what is here."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """The id of the server's first process, which is its process group's as well."""
         return self._running().pid

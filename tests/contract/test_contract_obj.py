@@ -96,6 +96,7 @@ def scripted() -> Iterator[ScriptedS3]:
         yield server
 
 
+@pytest.mark.slow
 class TestScriptedS3(ObjContract):
     @pytest.fixture(autouse=True)
     def _server(self, scripted: ScriptedS3) -> None:

@@ -21,6 +21,7 @@ class TestShm(TransportContract):
     checks_tokens = True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
 class TestNixl(TransportContract):
     maker = "peer_transports:nixl"

@@ -45,9 +45,16 @@ def why_not() -> str | None:
     return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = pytest.mark.cuda
 
 ByteArray = npt.NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> None:
+    """Looked for when these tests run, and not when any are collected: torch takes seconds."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ def test_nothing_less_than_one_makes_sense(threshold: int, entries_max: int) -> 
 chains = st.lists(st.sampled_from(names("abcdefgh")), unique=True, max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 6), st.lists(chains))
 def test_against_a_plain_model(threshold: int, most: int, requests: list[list[bytes]]) -> None:

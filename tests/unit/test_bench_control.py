@@ -12,8 +12,6 @@ import pytest
 from tiering_benchmarks import control
 from tiering_benchmarks.cli import main
 
-pytestmark = pytest.mark.slow
-
 ALONE = [
     *(control.STORE, control.STORED, control.IDLE, control.MATCH_HIT),
     *(control.LOAD, control.LOADED, control.MATCH_MISS),
@@ -21,6 +19,7 @@ ALONE = [
 TIERED = [*ALONE[:2], control.WRITTEN, *ALONE[2:], control.PROMOTE, control.PROMOTED]
 
 
+@pytest.mark.slow
 def test_it_measures_everything_without_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "--quick", "--ours-only", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -33,6 +32,7 @@ def test_it_measures_everything_without_vllm(capsys: pytest.CaptureFixture[str])
         assert row["theirs"] is None
 
 
+@pytest.mark.slow
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "--quick", "--ours-only"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -46,6 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "EMULATED", PLAN)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_it_runs_on_the_emulated_device_and_says_nothing_of_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

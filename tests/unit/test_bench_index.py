@@ -12,9 +12,8 @@ from tiering_benchmarks import index
 from tiering_benchmarks.cli import main
 from tiering_benchmarks.tiers_run import WrongAnswer
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_it_restarts_over_both_layouts_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,6 +31,7 @@ def test_it_restarts_over_both_layouts_and_leaves_nothing(
     assert [line.split()[0] for line in lines[-2:]] == ["files", "segments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", index.LAYOUTS)
 def test_an_index_that_is_not_found_is_an_error_and_not_a_fast_start(
     layout: str, tmp_path: Path

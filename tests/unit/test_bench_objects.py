@@ -101,6 +101,7 @@ class Forgetful:
         return ""
 
 
+@pytest.mark.slow
 def test_a_side_that_gets_other_bytes_is_found_out() -> None:
     with pytest.raises(WrongAnswer, match="forgetful got other bytes"):
         measure(Case(4 * KIB, 2, 1), {"forgetful": Forgetful()}, 1)

@@ -39,8 +39,6 @@ from tiering_benchmarks.tiers_run import (
 )
 from tiering_benchmarks.tiers_sides import Ours
 
-pytestmark = pytest.mark.slow
-
 PLAN = Plan.within(64 << 10, 4 << 10, batch=4, jobs=2, repeats=3)
 SMALL = ("--bytes", "128KiB", "--batch", "4", "--jobs", "2", "--repeats", "2")
 
@@ -95,6 +93,7 @@ def test_fio_moves_as_many_bytes(tmp_path: Path) -> None:
     assert all(size["costs"][EXISTS] == {} for size in found["sizes"].values())
 
 
+@pytest.mark.slow
 def test_without_fio_it_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +193,7 @@ def shelves(directory: Path, names: str) -> tuple[list[Shelf], Region, list[str]
     return [Shelf(name, region, directory, calls) for name in names], region, calls
 
 
+@pytest.mark.slow
 def test_sides_take_turns_and_the_order_rotates(tmp_path: Path) -> None:
     sides, region, calls = shelves(tmp_path, "ab")
     told: list[str] = []
@@ -207,6 +207,7 @@ def test_sides_take_turns_and_the_order_rotates(tmp_path: Path) -> None:
     assert samples == {name: {"a": [Cost(1, 1)] * 3, "b": [Cost(1, 1)] * 3} for name in OPERATIONS}
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_an_error_and_not_a_figure(tmp_path: Path) -> None:
     (side,), region, _ = shelves(tmp_path, "a")
     read = side.read
@@ -221,6 +222,7 @@ def test_wrong_bytes_are_an_error_and_not_a_figure(tmp_path: Path) -> None:
         measure(PLAN, [side], region, str)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_last_reading_is_taken_for_this_one(tmp_path: Path) -> None:
     (side,), region, _ = shelves(tmp_path, "a")
     measure(PLAN, [side], region, str)
@@ -271,6 +273,7 @@ def ours(directory: Path, tier: MemoryTier) -> tuple[Ours, Region]:
     return Ours("memory", tier, directory, PLAN, region), region
 
 
+@pytest.mark.slow
 def test_a_tier_that_replaces_nothing_is_not_measured(tmp_path: Path) -> None:
     side, region = ours(tmp_path, MemoryTier())
     try:
@@ -280,6 +283,7 @@ def test_a_tier_that_replaces_nothing_is_not_measured(tmp_path: Path) -> None:
         side.close()
 
 
+@pytest.mark.slow
 def test_a_miss_is_an_error_and_not_a_fast_read(tmp_path: Path) -> None:
     tier = MemoryTier()
     side, _ = ours(tmp_path, tier)

@@ -31,8 +31,6 @@ from frame_batches import (
 from tiering_kernels.chunkio import BAD_CHECKSUM, ENGINES, UNNAMED, ChunkIo
 from tiering_kernels.engines import open_engine
 
-pytestmark = pytest.mark.slow
-
 COUNT = 40  # more than any engine has under way at once
 
 
@@ -256,6 +254,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_after_a_fork_both_go_on_and_share_no_ring(io: ChunkIo, tmp_path: Path) -> None:
     run_python(FORKS, io.engine, str(tmp_path))
 
@@ -318,6 +317,7 @@ for payload_bytes in (65536, 20001):
 
 
 # A ring calls no function that could be cut; what goes on after a short transfer is shared.
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["threads", "portable"])
 def test_short_and_interrupted_transfers_go_on_where_they_stopped(
     engine: str, tmp_path: Path
@@ -367,6 +367,7 @@ assert into.whole() == frames.whole()
 """
 
 
+@pytest.mark.slow
 def test_where_io_uring_is_forbidden_the_engine_says_so_and_threads_are_used(
     tmp_path: Path,
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_root_without_namespaces_is_one_sentence_and_exit_code_1(
     assert names(tmp_path) == ["home"]
 
 
+@pytest.mark.slow
 def test_a_real_process_removes_what_another_has_left(tmp_path: Path) -> None:
     fill(tmp_path)
     done = subprocess.run(

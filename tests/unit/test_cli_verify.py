@@ -23,8 +23,6 @@ from tiering.cli.progress import Progress
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import stored
 
-pytestmark = pytest.mark.slow
-
 Output = pytest.CaptureFixture[str]
 
 
@@ -131,6 +129,7 @@ def arguments(root: Path, rate: str) -> list[str]:
     return [sys.executable, "-m", "tiering", "verify", "--max-mb-per-second", rate, str(root)]
 
 
+@pytest.mark.slow
 def test_an_interrupted_process_tells_what_it_has_found(tmp_path: Path) -> None:
     fill(tmp_path)
     flip(file_of(tmp_path, KEYS[0]))
@@ -148,6 +147,7 @@ def test_an_interrupted_process_tells_what_it_has_found(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     fill(tmp_path)
     terminal, side = pty.openpty()

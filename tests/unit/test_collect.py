@@ -20,8 +20,6 @@ from tiering.tiers.disk import temps
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.upkeep.collect import Candidate, Collector, Plan
 
-pytestmark = pytest.mark.slow
-
 DAY = 86400.0
 OTHER = example_namespace(model="other")
 

@@ -223,6 +223,7 @@ connector_configs = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @hypothesis_settings(deadline=None)
 @given(connector_configs)
 def test_what_is_accepted_stays_as_it_was_given(data: dict[str, object]) -> None:

@@ -202,6 +202,7 @@ def test_the_callers_arrays_can_be_reused_at_once(scene: Scene) -> None:
     assert not scene.share[2].any()
 
 
+@pytest.mark.slow
 def test_what_the_device_reads_lives_though_nobody_wants_the_future(scene: Scene) -> None:
     for slot in range(3):
         scene.store([slot, slot + 1], slot)
@@ -212,6 +213,7 @@ def test_what_the_device_reads_lives_though_nobody_wants_the_future(scene: Scene
     assert scene.cuda.violations == []
 
 
+@pytest.mark.slow
 def test_a_batch_whose_addresses_are_gone_is_found_out() -> None:
     """That the test above can fail."""
     fake, memory = FakeCuda(), np.zeros(16, np.uint8)
@@ -242,6 +244,7 @@ def test_a_copy_that_was_begun_goes_on(scene: Scene) -> None:
     assert scene.share[5].tobytes() == scene.expected([3, 4])
 
 
+@pytest.mark.slow
 async def test_an_awaiting_task_can_be_cancelled_while_the_device_reads(scene: Scene) -> None:
     begun = scene.store([3, 4], slot=5)
     task = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(begun), SECONDS))

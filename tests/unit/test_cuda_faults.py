@@ -196,6 +196,7 @@ def test_memory_that_a_hung_copy_may_write_to_stays_pinned_and_mapped(
     with pytest.raises(CopyError, match="the copies before it hang"):
         waiting[-1].result(SECONDS)
     cuda, pages, hung = scene.cuda, scene.pages, scene.hung
+    watcher, told = scene.watcher, scene.copier._tell_overdue
     wanted = scene.expected([1, 2])
     stream = scene.stores
     del scene, waiting
@@ -209,6 +210,8 @@ def test_memory_that_a_hung_copy_may_write_to_stays_pinned_and_mapped(
     assert first.tobytes() == wanted
     assert pages
     assert cuda.violations == []
+    # Which is watched until the process ends.
+    watcher.close(told)
 
 
 def test_closing_lets_go_of_the_memory_though_a_failed_future_is_held() -> None:

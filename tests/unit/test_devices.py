@@ -25,11 +25,9 @@ from tiering_connectors.vllm import devices
 from tiering_connectors.vllm.devices import GpuDevice, HostDevice, device_for
 from tiering_connectors.vllm.geometry import Geometry
 from tiering_connectors.vllm.geometry import Region as Place
-from tiering_connectors.vllm.offloading.facts import device_pages_of
 from tiering_connectors.vllm.orders import CopyJob, StepOrders
 from tiering_connectors.vllm.worker import Loaded, WorkerHalf
 
-torch = pytest.importorskip("torch", reason="needs torch: `make test` installs it")
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: `make test` installs it"
 )
@@ -58,6 +56,12 @@ class TorchCuda:
 
 
 @pytest.fixture
+def torch() -> Any:
+    """Imported for those tests only that use it: it takes seconds."""
+    return pytest.importorskip("torch", reason="needs torch: `make test` installs it")
+
+
+@pytest.fixture
 def fake() -> Iterator[FakeCuda]:
     fake = FakeCuda(free_running=True)
     yield fake
@@ -83,7 +87,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_worker_half_over_a_device(fake: FakeCuda, tmp_path: Path, layout: str) -> None:
+def test_a_worker_half_over_a_device(
+    fake: FakeCuda, tmp_path: Path, layout: str, torch: Any
+) -> None:
     """vLLM's layouts for CUDA, pages taken from tensors, a region's share, stores and loads."""
     made = geometry(LAYOUTS[layout])
     tensor = torch.arange(BLOCKS * LAYERS * PAGE).to(torch.uint8)
@@ -116,7 +122,11 @@ def test_a_worker_half_over_a_device(fake: FakeCuda, tmp_path: Path, layout: str
     assert fake.pinned == {}
 
 
-def test_pages_of_vllms_own_offloading_are_found(fake: FakeCuda) -> None:
+@pytest.mark.slow
+@needs_vllm
+def test_pages_of_vllms_own_offloading_are_found(fake: FakeCuda, torch: Any) -> None:
+    from tiering_connectors.vllm.offloading.facts import device_pages_of
+
     """Views of several tensors with strides of their own, and references to them by group."""
     backing = torch.zeros(BLOCKS, 4 * PAGE, dtype=torch.int8)
     tensors = [
@@ -137,14 +147,16 @@ def test_pages_of_vllms_own_offloading_are_found(fake: FakeCuda) -> None:
     assert second.layout.blocks_per_chunk == 3
 
 
-def test_memory_smaller_than_described_is_refused() -> None:
+def test_memory_smaller_than_described_is_refused(torch: Any) -> None:
     made = geometry(LAYOUTS["layers outermost"])
     short = torch.zeros(BLOCKS * LAYERS * PAGE - 1, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="less than it described"):
         made.device_pages({"layer": short})
 
 
-def test_a_device_that_cannot_be_used_is_said_at_start(fake: FakeCuda, tmp_path: Path) -> None:
+def test_a_device_that_cannot_be_used_is_said_at_start(
+    fake: FakeCuda, tmp_path: Path, torch: Any
+) -> None:
     made = geometry(LAYOUTS["blocks outermost"])
     groups = made.device_pages({"layer": torch.zeros(BLOCKS * LAYERS * PAGE, dtype=torch.uint8)})
     with Region.open(region_name("unusable"), made.row, 64 << 10, tmp_path) as region:
@@ -155,7 +167,7 @@ def test_a_device_that_cannot_be_used_is_said_at_start(fake: FakeCuda, tmp_path:
 
 
 def test_without_a_device_for_it_small_pages_are_copied_by_the_engines(
-    fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, torch: Any
 ) -> None:
     """Triton is here, and no device that it could compile for."""
     caplog.set_level("INFO")
@@ -188,7 +200,7 @@ def test_the_host_tier_goes_where_the_devices_are(monkeypatch: pytest.MonkeyPatc
     assert unknown.nodes() == set()
 
 
-def test_the_cpu_backend_copies_as_ever(tmp_path: Path) -> None:
+def test_the_cpu_backend_copies_as_ever(tmp_path: Path, torch: Any) -> None:
     device = device_for("cpu")
     assert isinstance(device, HostDevice)
     assert device.nodes() == ()
@@ -208,6 +220,7 @@ def test_other_devices_are_refused_with_a_way_out(kind: str) -> None:
     assert "CPUOffloadingSpec" in refused.value.remedy
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("is_rocm", [True, False])
 def test_cuda_and_rocm_have_a_runtime_each(monkeypatch: pytest.MonkeyPatch, is_rocm: bool) -> None:

@@ -34,6 +34,7 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     """Twice: the second time there is something to find."""

@@ -117,6 +117,7 @@ def test_a_stream_that_was_not_seen_from_its_start_is_said(
     assert "events: 3 batches before 3 missed\n" in err
 
 
+@pytest.mark.slow
 def test_gaps_after_the_start_are_said(capsys: Output) -> None:
     with bare_publisher() as bare:
         process = started(bare.endpoint, "--json", "--interval", "0.05", "--seconds", "20")
@@ -136,6 +137,7 @@ def test_gaps_after_the_start_are_said(capsys: Output) -> None:
     assert (summary["saw_start"], summary["missed_since_start"]) == (True, 3)
 
 
+@pytest.mark.slow
 def test_a_restart_is_said_and_what_was_announced_is_forgotten(tmp_path: Path) -> None:
     places = (f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
     process = started(places[0], "--replay", places[1], "--json", "--interval", "0.05")
@@ -163,6 +165,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_summary(publisher: ZmqPublisher) -> None:
     publisher.publish([stored(1)])
     process = started(publisher.endpoint, *QUICK)
@@ -281,6 +284,7 @@ def test_what_differs_is_told_by_side_and_is_exit_code_4(
     assert check["missing"]["0"]["count"] == 2
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_being_made_up_for_is_waited_for(
     publisher: ZmqPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

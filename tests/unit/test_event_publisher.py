@@ -326,6 +326,7 @@ def test_a_client_that_goes_away_or_never_reads_is_given_up(
         wait_until(lambda: publisher.stats().replays_broken_off == 2)
 
 
+@pytest.mark.slow
 def test_too_many_requests_are_ignored_and_counted(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def copied(
     return len(fragments)
 
 
+@pytest.mark.slow
 @given(
     widths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     gap=st.integers(0, 7),

@@ -134,6 +134,7 @@ async def test_a_lost_manifest_is_made_from_the_files(tmp_path: Path, how: str) 
         assert await tier.read(KEYS[10:50], blank(40)) == [Read.HIT] * 40
 
 
+@pytest.mark.slow
 async def test_a_manifest_that_breaks_under_a_running_tier_costs_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +401,7 @@ def bytes_in_chunks(root: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "written", "chunk_bytes", "step"),
     [

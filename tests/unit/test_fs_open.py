@@ -23,8 +23,6 @@ from tiering.tiers.disk import diskio, temps
 from tiering.tiers.upkeep.survey import survey
 from tiering_kernels.portable import PortableIo
 
-pytestmark = pytest.mark.slow
-
 
 async def refusal(root: Path) -> ConfigError:
     """Why a tier at `root` cannot be opened; no thread is left behind."""
@@ -62,6 +60,7 @@ def public_dir() -> Iterator[Path]:
         yield Path(made)
 
 
+@pytest.mark.slow
 def test_a_root_that_may_not_be_written_to(public_dir: Path) -> None:
     """In a process of its own, since only there can root put its rights down."""
     (public_dir / "ro").mkdir()
@@ -289,6 +288,7 @@ async def test_a_writer_killed_in_the_middle_leaves_nothing_but_a_temp_file_to_s
         writer.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 2, 5])
 async def test_a_writer_killed_anywhere_leaves_whole_chunks(tmp_path: Path, lines: int) -> None:
     writer = start_writer(tmp_path)
@@ -303,6 +303,7 @@ async def test_a_writer_killed_anywhere_leaves_whole_chunks(tmp_path: Path, line
     await assert_each_chunk_is_whole(tmp_path)
 
 
+@pytest.mark.slow
 async def test_two_processes_that_write_the_same_keys_do_not_disturb_each_other(
     tmp_path: Path,
 ) -> None:

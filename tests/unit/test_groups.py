@@ -56,6 +56,7 @@ def test_the_first_token_that_a_request_still_reads(group: Group, at: int) -> No
     assert group.start_of(at) == min(read_at(group, at), default=at)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(group=groups(), at=st.integers(0, 20), here=st.integers(0, 20))
 def test_the_chunks_to_load_are_those_of_tokens_that_are_read(
@@ -72,6 +73,7 @@ def test_nothing_is_loaded_where_a_local_span_begins() -> None:
     assert group.chunks(0, 20) == range(2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", Kind)
 @settings(max_examples=100, deadline=None)
 @given(

@@ -333,6 +333,7 @@ async def test_close_leaves_a_hung_call_behind_and_tells(
         await until(lambda: not tier._background)
 
 
+@pytest.mark.slow
 async def test_close_waits_for_slow_work_as_long_as_some_of_it_comes_back() -> None:
     inner = StubbornTier()
     gates = [inner.hang(key) for key in KEYS[:3]]

@@ -36,6 +36,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
     assert loaded_by("import tiering").isdisjoint(HEAVY)
 
 
+@pytest.mark.slow
 def test_settings_and_errors_load_no_framework() -> None:
     statement = "from tiering import StoreConfig, FsTierConfig, ConfigError, GiB, __version__"
     assert loaded_by(statement).isdisjoint({"torch", "vllm", "triton"})
@@ -46,6 +47,7 @@ def test_the_command_loads_what_it_needs_when_it_needs_it() -> None:
     assert loaded.isdisjoint(HEAVY - {"orjson"})
 
 
+@pytest.mark.slow
 def test_importing_it_takes_no_time() -> None:
     runs = [(seconds_of("import tiering"), seconds_of("pass")) for _ in range(5)]
     own = min(whole for whole, _ in runs) - min(bare for _, bare in runs)

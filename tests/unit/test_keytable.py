@@ -51,6 +51,7 @@ def test_many_keys_come_and_go(table: KeyTable) -> None:
     assert table.get(keys).tolist() == [7] * 20_000
 
 
+@pytest.mark.slow
 def test_keys_whose_hashes_are_equal_are_told_apart(table: KeyTable) -> None:
     """Among so many there are a few with the same 32 bits."""
     keys = numbered(300_000)

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from tiering.policy.lru import LruPolicy
 
-pytestmark = pytest.mark.slow
-
 
 def names(text: str) -> list[bytes]:
     return [letter.encode() for letter in text]
@@ -88,6 +86,7 @@ def test_a_hot_prefix_leaves_no_heap_of_stale_entries() -> None:
 KEYS = st.lists(st.integers(0, 20).map(lambda i: bytes([i])), unique=True, min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "touch", "remove"]), KEYS, st.integers(1, 5))))
 def test_against_a_plain_model(steps: list[tuple[str, list[bytes], int]]) -> None:

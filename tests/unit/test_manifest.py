@@ -218,6 +218,7 @@ def hold(path: Path, ready: object, done: object) -> None:
     done.wait(60)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_table_is_waited_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,5 +314,5 @@ class Books(RuleBasedStateMachine):
         self.manifest.close()
 
 
-TestBooks = Books.TestCase
+TestBooks = pytest.mark.slow(Books.TestCase)
 TestBooks.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, database=None)

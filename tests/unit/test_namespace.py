@@ -82,6 +82,7 @@ def test_hostile_model_names_give_one_safe_component(model: str) -> None:
     assert_safe(example_namespace(model=model).directory)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_any_model_name_gives_one_safe_component(model: str) -> None:
     assert_safe(example_namespace(model=model).directory)

@@ -252,7 +252,7 @@ def test_what_only_another_engine_uses_stays() -> None:
 def test_notes_of_engines_that_are_gone_are_deleted() -> None:
     async def main() -> None:
         bucket = Bucket()
-        bounds = ObjLimits(max_bytes=40 * OBJECT_BYTES, walk_seconds=60.0)
+        bounds = ObjLimits(max_bytes=40 * OBJECT_BYTES, walk_seconds=1800.0)
         note = ObjNames("kv", NAMESPACE.directory, 0).use_note("abc")
         bucket.objects[note], bucket.modified[note] = b"no note", TODAY
         async with opened(make_store(bucket), bounds) as tier:

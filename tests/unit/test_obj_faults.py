@@ -96,6 +96,7 @@ async def test_a_warm_path_is_one_request_a_chunk_and_no_head(server: ScriptedS3
     assert server.under_way_max <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [0, 700, 1000])
 async def test_a_cold_lookup_of_a_thousand_chunks_is_a_dozen_lists(
     server: ScriptedS3, reach: int
@@ -115,6 +116,7 @@ async def test_a_cold_lookup_of_a_thousand_chunks_is_a_dozen_lists(
         assert asked["list"] <= 13  # a page of the walk may be among them
 
 
+@pytest.mark.slow
 async def test_what_does_not_fit_is_deleted_many_at_a_time(server: ScriptedS3) -> None:
     await filled(server, KEYS[:300])
     limits = ObjLimits(
@@ -205,6 +207,7 @@ async def test_wrong_bytes_are_deleted_and_what_is_said_of_them_is_not_believed(
 # A store that is not well
 
 
+@pytest.mark.slow
 async def test_under_throttling_loads_end_in_time_and_requests_become_fewer(
     server: ScriptedS3,
 ) -> None:
@@ -250,6 +253,7 @@ async def test_under_throttling_loads_end_in_time_and_requests_become_fewer(
         assert await tier.read(KEYS[:32], blank(32)) == [Read.HIT] * 32
 
 
+@pytest.mark.slow
 async def test_retry_after_is_waited_for(server: ScriptedS3) -> None:
     await filled(server, KEYS[:8])
     async with opened(server) as tier:
@@ -261,6 +265,7 @@ async def test_retry_after_is_waited_for(server: ScriptedS3) -> None:
         assert (first.status, second.status) == (503, 200)
 
 
+@pytest.mark.slow
 async def test_a_store_that_stalls_holds_up_nobody_beyond_the_deadline(
     server: ScriptedS3,
 ) -> None:

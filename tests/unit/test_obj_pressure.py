@@ -27,6 +27,7 @@ KEYS = [key_number(i) for i in range(64)]
 LIMITS = ObjLimits(requests_max=16, load_deadline_seconds=5.0, store_deadline_seconds=5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retry_after", [None, 2.0])
 def test_throttling_makes_requests_fewer_and_full_speed_comes_back(
     retry_after: float | None,

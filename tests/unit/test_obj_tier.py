@@ -61,6 +61,7 @@ def test_what_a_walk_has_shown_costs_no_request() -> None:
     simulated(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [0, 1, 2, 499, 500, 999, 1000])
 def test_a_cold_lookup_of_a_thousand_takes_a_dozen_requests_at_most(reach: int) -> None:
     async def main() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +93,19 @@ class Rank:
         return [job.size_bytes for job in ended]
 
 
+@pytest.fixture
+def make_rank() -> Iterator[Callable[..., Rank]]:
+    """Makes ranks, closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def make(*arguments: int) -> Rank:
+            rank = Rank(*arguments)
+            stack.callback(rank.copies.close)
+            return rank
+
+        yield make
+
+
 def gated(blocks_per_chunk: int = 1, ranks: int = 1) -> tuple[GatedCopier, RankCopies, Ledger]:
     memory = np.zeros((SLOTS + NOTE_BYTES // ROW + 1, ROW), np.uint8)
     ledger = Ledger(memory, ranks, ranks)
@@ -102,8 +116,10 @@ def gated(blocks_per_chunk: int = 1, ranks: int = 1) -> tuple[GatedCopier, RankC
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
-def test_each_group_goes_to_its_rows_and_comes_back(per_chunk: int) -> None:
-    rank = Rank(per_chunk)
+def test_each_group_goes_to_its_rows_and_comes_back(
+    make_rank: Callable[..., Rank], per_chunk: int
+) -> None:
+    rank = make_rank(per_chunk)
     of_full = [5, 6, 2, 9, 0, 1][: 2 * per_chunk]
     of_window = [7, 11, 12][:per_chunk]
     target = rows([4, 1], [0])
@@ -129,8 +145,8 @@ def test_each_group_goes_to_its_rows_and_comes_back(per_chunk: int) -> None:
     assert rank.ledger.loads_ended == 1
 
 
-def test_a_load_may_begin_and_end_in_the_middle_of_a_chunk() -> None:
-    rank = Rank(3)
+def test_a_load_may_begin_and_end_in_the_middle_of_a_chunk(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank(3)
     rank.copies.store(1, device(([0, 1, 2, 3, 4, 5], 0), ([], 0)), rows([2, 3], []))
     rank.end(1)
     saved = rank.pages[0][2].copy()
@@ -141,16 +157,20 @@ def test_a_load_may_begin_and_end_in_the_middle_of_a_chunk() -> None:
     assert not np.delete(rank.pages[0][2], [8, 9, 10], axis=0).any()
 
 
-def test_a_chunk_that_begins_with_a_block_vllm_has_no_more_is_not_whole() -> None:
-    rank = Rank(2)
+def test_a_chunk_that_begins_with_a_block_vllm_has_no_more_is_not_whole(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank(2)
     rank.copies.store(1, device(([3, 4, 5], 1), ([], 0)), rows([2, 5], []))
     rank.end(1)
     assert rank.ledger.are_whole([2, 5]).tolist() == [False, True]
     assert rank.share[5].tobytes() == rank.expected(0, [4, 5])
 
 
-def test_chunks_with_other_blocks_missing_are_not_whole_but_other_groups_are() -> None:
-    rank = Rank(2)
+def test_chunks_with_other_blocks_missing_are_not_whole_but_other_groups_are(
+    make_rank: Callable[..., Rank],
+) -> None:
+    rank = make_rank(2)
     rank.copies.store(1, device(([3, 4, 5], 0), ([6, 7], 0)), rows([2, 5], [0]))
     rank.end(1)
     assert rank.ledger.are_whole([2, 5, 0]).tolist() == [False, False, True]
@@ -253,8 +273,8 @@ def test_a_store_of_nothing_and_a_load_of_nothing_end_at_once() -> None:
     assert ledger.loads_ended == 1
 
 
-def test_nothing_keeps_the_memory_after_the_end() -> None:
-    rank = Rank(1)
+def test_nothing_keeps_the_memory_after_the_end(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank(1)
     rank.copies.store(1, device(([3], 0), ([], 0)), rows([0], []))
     rank.copies.close()
     rank.copies.close()

@@ -56,6 +56,7 @@ def require_sound(frame: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_frame_is_refused_or_a_message() -> None:
     taken = sum(map(require_sound, frames(30_000, seed=1)))
     assert 0 < taken < 30_000 // 2
@@ -67,6 +68,7 @@ def test_random_bytes_are_no_message() -> None:
         assert isinstance(decode(chance.randbytes(chance.randrange(BYTES_MAX))), Malformed)
 
 
+@pytest.mark.slow
 def test_decoding_takes_no_more_memory_than_its_frame_and_a_little() -> None:
     made = list(frames(4_000, seed=3))
     for frame in made[:100]:

@@ -150,6 +150,7 @@ async def test_a_slow_answer_is_waited_for_as_long_as_something_comes() -> None:
         assert outcomes == [Moved.HIT] * 3
 
 
+@pytest.mark.slow
 async def test_silence_in_the_middle_of_a_row_is_given_up() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await wanted(reader)
@@ -243,6 +244,7 @@ async def test_strangers_that_keep_standing_there_do_not_keep_others_out(
         await ours.connect(ours.offer(), SESSION, TOKEN)
 
 
+@pytest.mark.slow
 async def test_a_stranger_that_says_a_byte_now_and_then_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -280,6 +282,7 @@ async def test_who_was_let_in_and_asks_for_nonsense_is_shown_the_door() -> None:
             assert await is_closed(came)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_does_not_take_its_rows_is_given_up() -> None:
     loop = asyncio.get_running_loop()
     async with transport(row_bytes=32 << 20) as ours:

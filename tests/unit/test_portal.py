@@ -104,6 +104,7 @@ def test_however_many_steps_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) 
         assert len(drained(portal, 1)) == 1
 
 
+@pytest.mark.slow
 def test_no_step_is_lost_while_the_loop_is_taking_others() -> None:
     with started(MemoryTier()) as (portal, _):
         outcomes: list[Outcome] = []
@@ -166,6 +167,7 @@ class HungTier(MemoryTier):
         return await super().contains(keys)
 
 
+@pytest.mark.slow
 def test_close_leaves_a_hung_loop_behind_within_its_bound() -> None:
     tier = HungTier()
     with started(tier) as (portal, _):

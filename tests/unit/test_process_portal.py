@@ -43,6 +43,8 @@ from tiering.residency.plan import (
 )
 from tiering.testing.examples import CHUNK_BYTES, example_namespace, key_number
 
+pytestmark = pytest.mark.slow
+
 A, B = key_number(1), key_number(2)
 HUSH = "correct horse battery staple"
 

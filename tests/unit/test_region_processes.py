@@ -17,9 +17,8 @@ from tiering.errors import RegionError
 from tiering.tiers import hostfile
 from tiering.tiers.host import Geometry, Region, region_name, sweep
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_ranks_open_in_any_order(tmp_path: Path, child: Callable[..., Child]) -> None:
     """Four workers at once, and the scheduler among them."""
     children = [child(rank=rank) for rank in (2, 0, 3, 1)]
@@ -33,6 +32,7 @@ def test_ranks_open_in_any_order(tmp_path: Path, child: Callable[..., Child]) ->
     assert logged.count("host tier:") <= 1
 
 
+@pytest.mark.slow
 def test_threads_racing_with_sweeps_build_it_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +103,7 @@ def test_a_region_being_built_is_not_swept(tmp_path: Path, child: Callable[..., 
         assert region.announced() == [None] * 4
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_builder_that_dies_builds(
     tmp_path: Path, child: Callable[..., Child]
 ) -> None:
@@ -252,6 +253,7 @@ KILLED_AT = [
 ]
 
 
+@pytest.mark.slow
 def test_the_next_start_finds_room_wherever_the_last_was_killed(
     small: Path, child: Callable[..., Child]
 ) -> None:

@@ -133,6 +133,7 @@ matchers = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.dictionaries(

@@ -110,6 +110,7 @@ def test_what_was_not_sent_so_is_no_row(
     assert caught.value.came == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 def test_silence_ends_it_and_so_does_another_thread(
     stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
@@ -137,6 +138,7 @@ def test_silence_ends_it_and_so_does_another_thread(
     space.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_slot_that_is_given_away_while_it_is_sent_is_told(
     stream: type[RowStream], pair: tuple[socket.socket, socket.socket]

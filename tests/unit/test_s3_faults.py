@@ -145,6 +145,7 @@ async def test_a_body_that_stalls_is_given_up(server: ScriptedS3, store: S3Store
         await get(store)
 
 
+@pytest.mark.slow
 async def test_a_store_that_takes_no_bytes_is_given_up(store: S3Store) -> None:
     """And its connection cut off, or it would go on to send the rest."""
     over = asyncio.Event()
@@ -195,6 +196,7 @@ async def test_a_cancelled_request_touches_no_buffer_any_more(
     assert server.objects.get("cancelled") in (None, b"a" * len(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
 async def test_parts_are_given_up_when_one_fails(
     server: ScriptedS3, store: S3Store, failing: int

@@ -58,6 +58,7 @@ def is_about(error: ConfigError, key: str, reason: str, remedy: str) -> None:
     assert remedy in error.remedy
 
 
+@pytest.mark.slow
 async def test_a_bucket_that_can_be_used(plain: Served, tls: Served) -> None:
     for served in (plain, tls):
         store = S3Store(BucketConfig(**served.store_config()))  # type: ignore[arg-type]
@@ -97,6 +98,7 @@ async def test_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     is_about(error, "endpoint_override", "cannot resolve", "http://s3.invalid is its address")
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     """Connections are taken by the kernel, and by nobody else."""
     with socket.create_server(("127.0.0.1", 0), backlog=8) as deaf:
@@ -113,6 +115,7 @@ async def test_a_store_that_is_silent(caplog: pytest.LogCaptureFixture) -> None:
             is_about(error, "endpoint_override", "gives no answer", "check that the store is up")
 
 
+@pytest.mark.slow
 async def test_tls_and_plain_http_mixed_up(
     plain: Served, tls: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +136,7 @@ async def test_tls_and_plain_http_mixed_up(
             is_about(error, "scheme", "speaks TLS", 'write "https"')
 
 
+@pytest.mark.slow
 async def test_certificates(tls: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other, _ = self_signed(tmp_path, "other")
     junk = tmp_path / "junk.pem"
@@ -195,6 +199,7 @@ async def test_a_store_that_asks_for_fewer_requests_can_be_used(
         await store.close()
 
 
+@pytest.mark.slow
 async def test_no_credentials_at_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +263,7 @@ def store_config(server: ScriptedS3) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_nothing_of_the_extra_is_loaded_before_a_store_is_opened() -> None:
     code = (
         "import sys, tiering.wiring, tiering.tiers.obj.s3\n"

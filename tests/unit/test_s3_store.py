@@ -35,7 +35,11 @@ OTHERS = ("another",) if "S3_ENDPOINT" in os.environ else ()
 KINDS = ("rclone", "rclone over TLS", "seaweed", "moto", "scripted", *OTHERS)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+QUICK = "scripted"
+PARAMS = [kind if kind == QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -88,6 +92,7 @@ def views(buffer: bytearray, *cuts: int) -> list[memoryview]:
     return [memoryview(buffer)[a:b] for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 4096, MIB + 1, 5 * MIB])
 async def test_an_object_comes_back_from_and_into_several_buffers(
     store: ObjectStore, length: int
@@ -110,6 +115,7 @@ async def test_an_object_of_another_length_is_an_error(store: ObjectStore) -> No
     assert found == payload(70_000)
 
 
+@pytest.mark.slow
 async def test_a_large_object_goes_in_parts(store: S3Store) -> None:
     body, found = payload(17 * MIB), bytearray(17 * MIB)
     await store.put("large/one", views(body, 5 * MIB))
@@ -139,6 +145,7 @@ async def test_a_listing_goes_on_where_it_was_cut(store: ObjectStore) -> None:
     assert (await store.page("walk/none")).objects == []
 
 
+@pytest.mark.slow
 async def test_a_thousand_names_are_one_page(store: ObjectStore) -> None:
     async with asyncio.TaskGroup() as group:
         for at in range(120):
@@ -180,6 +187,7 @@ async def test_a_small_object_is_put_only_where_it_was_expected(
     assert (await store.put_small("small/none", b"x", if_etag=first) is None) == knows
 
 
+@pytest.mark.slow
 async def test_many_at_once(store: ObjectStore) -> None:
     bodies = [payload(MIB // 2 + at, at) for at in range(24)]
     found = [bytearray(len(body)) for body in bodies]
@@ -203,6 +211,7 @@ async def test_a_store_can_be_opened_again(server: Served) -> None:
     assert repr(store) == f"<S3Store {config.base_url} closed>"
 
 
+@pytest.mark.slow
 def test_an_object_is_a_plain_file_of_rclones(tmp_path: Path) -> None:
     """What other tests go by when they look at the bucket from behind."""
 

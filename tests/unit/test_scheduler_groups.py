@@ -75,6 +75,7 @@ def loaded_by(vllm: MiniVllm, name: str, tokens: Sequence[int], outputs: int = 1
     return vllm.loaded_tokens[name]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(SETS)),
@@ -326,6 +327,7 @@ def test_a_promise_that_cannot_be_kept_is_computed() -> None:
     assert request in vllm.finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sets("full", *SEVERAL))
 def test_a_request_loads_no_more_than_it_says(name: str) -> None:
     for most in (0, 3, 17, 30, 1000):

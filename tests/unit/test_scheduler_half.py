@@ -25,6 +25,7 @@ from tiering.residency.plan import Promote
 from tiering.residency.state import SlotState
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_chunk", [1, 2, 16])
 @settings(max_examples=40, deadline=None)
 @given(

@@ -28,8 +28,6 @@ from tiering.tiers.upkeep.scrub import EXAMPLES_MAX, Scrub, ScrubReport
 from tiering_kernels.engines import open_engine
 from tiering_kernels.portable import PortableIo
 
-pytestmark = pytest.mark.slow
-
 FRAME_BYTES = 4096 + CHUNK_BYTES
 MANY = [key_number(number) for number in range(150)]
 
@@ -344,6 +342,7 @@ async def test_a_slot_that_is_recycled_while_it_is_read_has_vanished(tmp_path: P
     assert not report.damaged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_an_engine_that_evicts_meanwhile_is_not_taken_for_damage(
     layout: str, tmp_path: Path
@@ -395,6 +394,7 @@ async def test_an_engine_that_evicts_meanwhile_is_not_taken_for_damage(
     assert [trouble for report in reports for trouble in report.troubles] == []
 
 
+@pytest.mark.slow
 async def test_batches_are_read_at_the_same_time(tmp_path: Path) -> None:
     await fill_files(tmp_path, MANY)
     both = threading.Barrier(2, timeout=10)
@@ -452,4 +452,6 @@ async def test_an_interruption_keeps_what_was_found(tmp_path: Path) -> None:
         scrub.run(interrupt)
     assert len(begun) >= 2
     assert scrub.report.good == scrub.report.checked == sum(begun)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scrub")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("tiering-scrub")
+    ]

@@ -140,6 +140,7 @@ def test_a_second_opener_hears_who_is_there(directory: Path, files: SegmentFiles
     other.close()
 
 
+@pytest.mark.slow
 def test_a_killed_holders_lock_is_gone(directory: Path) -> None:
     directory.mkdir()
     script = textwrap.dedent(

@@ -17,8 +17,6 @@ from segment_places import KEYS
 from tiering.tiers.segments import index as segment_index
 from tiering.tiers.segments.index import TICK_MAX, TICKS_PER_PAGE, SegmentIndex
 
-pytestmark = pytest.mark.slow
-
 NOW = 1_700_000_000_000_000
 
 
@@ -271,6 +269,7 @@ def test_a_slot_that_is_not_being_written_cannot_be_committed() -> None:
         index.release(1)
 
 
+@pytest.mark.slow
 def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
     """In a process of its own, which grows to 200,000 chunks, or is restored with them. All that
     there is a chunk grows with the number of chunks, so that 1,000,000 take as much for each."""
@@ -396,7 +395,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert int(self.index._ticks.max(initial=0)) < TICK_MAX
 
 
-TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine = pytest.mark.slow(IndexMachine.TestCase)
 TestIndexMachine.settings = settings(
     max_examples=50, stateful_step_count=40, deadline=None, database=None
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from segment_places import KEYS
 from tiering.tiers.segments.slotmap import SlotMap
+
+pytestmark = pytest.mark.slow
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=80), st.integers(0, 9))

@@ -24,6 +24,7 @@ def block(*records: bytes) -> bytes:
     return b"".join(records)
 
 
+@pytest.mark.slow
 @given(st.binary(min_size=5, max_size=128), st.integers(1, TICK_MAX), st.integers(0, 1 << 31))
 def test_a_record_says_what_was_packed(key: bytes, tick: int, slot: int) -> None:
     record = pack(GEOMETRY, slot, key, tick)
@@ -33,6 +34,7 @@ def test_a_record_says_what_was_packed(key: bytes, tick: int, slot: int) -> None
     assert found.n_dropped == 0
 
 
+@pytest.mark.slow
 @given(st.integers(0, RECORD_BYTES * 8 - 1))
 def test_a_record_with_any_bit_flipped_is_dropped(bit: int) -> None:
     record = bytearray(pack(GEOMETRY, 1, KEYS[1], 5))

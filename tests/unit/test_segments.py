@@ -334,6 +334,7 @@ async def test_a_slot_that_is_read_is_neither_evicted_nor_reused(
         await stored(tier, KEYS[5:7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", engines())
 async def test_calls_cancelled_anywhere_lose_no_slot(tmp_path: Path, engine: str) -> None:
     chance = random.Random(3)

@@ -24,12 +24,11 @@ from tiering.tiers.disk.iopool import IoPool, Lane
 from tiering.tiers.files.bookings import Flight
 from tiering.tiers.files.manifest import Manifest
 
-pytestmark = pytest.mark.slow
-
 STEPS = 60
 SEEDS = {"memory": range(20), "files": range(10), "segments": range(12)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seed"), [(kind, s) for kind in SEEDS for s in SEEDS[kind]])
 def test_a_seed_finds_nothing(kind: str, seed: int) -> None:
     report = run(seed, STEPS, kind)
@@ -37,6 +36,7 @@ def test_a_seed_finds_nothing(kind: str, seed: int) -> None:
     assert report.counts["ask"] > 10
 
 
+@pytest.mark.slow
 def test_a_fresh_seed_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     chance = random.SystemRandom()
     kind, seed = chance.choice(list(SEEDS)), chance.randrange(1 << 32)
@@ -45,6 +45,7 @@ def test_a_fresh_seed_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run(seed, 3 * STEPS, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(SEEDS))
 def test_one_seed_is_one_run(kind: str) -> None:
     first, again, other = run(7, STEPS, kind), run(7, STEPS, kind), run(8, STEPS, kind)
@@ -52,6 +53,7 @@ def test_one_seed_is_one_run(kind: str) -> None:
     assert first.digest != other.digest
 
 
+@pytest.mark.slow
 def test_the_command_tells_the_seed_and_the_digest(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--seed", "3", "--steps", "20", "--kind", "memory"]
     assert simulation.main(arguments) == 0
@@ -99,6 +101,7 @@ def pins_do_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "may_go", lambda self, slots: self.are(SlotState.READY, slots))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "kind", "says"),
     [

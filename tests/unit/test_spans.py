@@ -109,6 +109,7 @@ OF_TWO_SIZES = Scene(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(scene=scenes(), counting=st.sampled_from(sorted(TABLES)))
 @example(BEHIND_ITS_WINDOW, "at hand")

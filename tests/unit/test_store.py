@@ -98,6 +98,7 @@ async def test_without_a_disk_it_keeps_what_fits() -> None:
         assert await store.match(keys) == 4
 
 
+@pytest.mark.slow
 async def test_many_at_once_get_their_own_bytes(tmp_path: Path) -> None:
     async with TieredStore(config(tmp_path, slots=6)) as store:
         chains = [chain(5, seed) for seed in range(8)]
@@ -142,6 +143,7 @@ async def test_a_damaged_chunk_is_a_miss_and_counted(tmp_path: Path) -> None:
         assert await fetch(second, keys) == pages(keys)
 
 
+@pytest.mark.slow
 async def test_cancelled_calls_give_everything_back(tmp_path: Path) -> None:
     async with TieredStore(config(tmp_path, slots=4)) as store:
         keys = chain(16)

@@ -71,6 +71,15 @@ class Source:
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def names_used(self) -> list[tuple[int, str]]:
+        """Lines and full names of what it imports, and of what it uses of that or of builtins."""
+        return list(_names_used(self))
+
     @property
     def module(self) -> str:
         path = self.path.removesuffix(".py").removesuffix("/__init__")
@@ -149,7 +158,7 @@ def has_short_lines(source: Source) -> Problems:
 
 
 def has_short_functions(source: Source) -> Problems:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
@@ -160,14 +169,14 @@ def has_short_functions(source: Source) -> Problems:
 def awaits_in_the_shell_only(source: Source) -> Problems:
     if source.path.startswith(MAY_AWAIT):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.AsyncFunctionDef):
             told = f"async def {node.name}; decide here, and let the pipeline await"
             yield f"{source.path}:{node.lineno}: {told}"
 
 
 def uses_nothing_banned(source: Source) -> Problems:
-    for line, name in sorted(names_used(source)):
+    for line, name in sorted(source.names_used):
         for ban in BANS:
             if is_or_is_in(name, ban.name) and not source.path.startswith(tuple(ban.allowed)):
                 yield f"{source.path}:{line}: {ban.name}; use {ban.instead}"
@@ -199,10 +208,9 @@ CHECKS: tuple[Callable[[Source], Problems], ...] = (
 )
 
 
-def names_used(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines and full names of what a file imports, and of what it uses of it or of builtins."""
+def _names_used(source: Source) -> Iterator[tuple[int, str]]:
     meaning: dict[str, str] = {}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -213,7 +221,7 @@ def names_used(source: Source) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
                 meaning[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         parts, inner = [], node
         while isinstance(inner, ast.Attribute):
             parts.append(inner.attr)
@@ -233,9 +241,9 @@ def dead_files(sources: Sequence[Source], entries: set[str]) -> Iterator[str]:
     modules = {source.module: source for source in sources}
     wanted = set(entries)
     for source in sources:
-        named = {name for _, name in names_used(source)} | {
+        named = {name for _, name in source.names_used} | {
             node.value
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         for name in named:
@@ -263,7 +271,8 @@ def product() -> tuple[Source, ...]:
 
 def used_by_tests() -> set[str]:
     """The modules of `tiering.testing` that tests import: they are there for tests."""
-    names = {name for source in sources_under("tests") for _, name in names_used(source)}
+    using = [source for source in sources_under("tests") if "tiering.testing" in source.text]
+    names = {name for source in using for _, name in source.names_used}
     modules = {source.module for source in product() if source.path.startswith("tiering/testing/")}
     return {module for module in modules if any(is_or_is_in(name, module) for name in names)}
 
@@ -291,7 +300,7 @@ def test_every_file_is_imported_by_another() -> None:
 
 
 def test_every_exception_is_still_needed() -> None:
-    uses = [(source.path, name) for source in product() for _, name in names_used(source)]
+    uses = [(source.path, name) for source in product() for _, name in source.names_used]
     stale = [
         f"{ban.name} in {place}"
         for ban in BANS
@@ -304,7 +313,7 @@ def test_every_exception_is_still_needed() -> None:
         for source in product()
         for place in MAY_AWAIT
         if source.path.startswith(place)
-        and any(isinstance(node, ast.AsyncFunctionDef) for node in ast.walk(source.tree))
+        and any(isinstance(node, ast.AsyncFunctionDef) for node in source.nodes)
     }
     # A benchmark of the API awaits; today's measure the core and servers.
     assert shell | {"benchmarks/"} == set(MAY_AWAIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def test_a_chunk_is_named_by_its_last_hash_and_its_group() -> None:
     assert keys[2] == [chunk_key(HASHES[i], 2) for i in range(1, 24, 2)]
 
 
+@pytest.mark.slow
 @given(cuts=st.lists(st.integers(0, 24), max_size=5))
 def test_keys_grow_with_the_hashes_and_stay_as_they_are(cuts: list[int]) -> None:
     maker = key_maker()
@@ -58,6 +60,7 @@ def test_a_mask_gives_every_chunk_another_name_of_the_same_form() -> None:
             assert [key[-4:] for key in own] == [key[-4:] for key in others]
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     ranges=st.lists(

@@ -13,10 +13,13 @@ import pytest
 HERE = Path(__file__).parent
 MODULES = ("torch", "triton")
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(module) is None for module in MODULES),
-    reason="needs torch and Triton: `make test` installs both, on Linux for x86",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(module) is None for module in MODULES),
+        reason="needs torch and Triton: `make test` installs both, on Linux for x86",
+    ),
+]
 
 # For a GPU that is not here; the assembler comes with Triton.
 COMPILE = """

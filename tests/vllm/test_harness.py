@@ -14,8 +14,6 @@ from tiering_benchmarks.models import VOCABULARY
 from tiering_benchmarks.server import ServerFailed, VllmServer, group_members
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .conftest import ServerFactory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -35,9 +33,16 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(make_server: ServerFactory) -> Iterator[VllmServer]:
-    with make_server(block_size=BLOCK) as running:
-        yield running
+def one(make_server: ServerFactory) -> VllmServer:
+    return make_server(block_size=BLOCK)
+
+
+@pytest.fixture
+def server(one: VllmServer) -> VllmServer:
+    """Running: the one that other tests have asked, or started again after a test ended it."""
+    if not one.is_running:
+        one.start()
+    return one
 
 
 def test_a_device_hit_answers_as_the_cold_run_did(server: VllmServer) -> None:
@@ -95,18 +100,17 @@ def test_a_refused_request_says_why(server: VllmServer) -> None:
         server.client.complete([100] * 5000, 1)
 
 
-def test_stop_and_kill_leave_no_process(make_server: ServerFactory) -> None:
-    server = make_server(block_size=BLOCK)
-    with pytest.raises(ServerFailed, match="not running"):
-        _ = server.pid
-    server.start()
+def test_stop_leaves_no_process(server: VllmServer) -> None:
     stopped = server.pid
     assert len(group_members(stopped)) > 1, "a front end alone is not a server"
     assert os.getpgid(stopped) == stopped != os.getpgid(0)
     assert server.stop(), server.log_tail()
     assert group_members(stopped) == []
+    with pytest.raises(ServerFailed, match="not running"):
+        _ = server.pid
 
-    server.start()
+
+def test_kill_leaves_no_process(server: VllmServer) -> None:
     killed, client = server.pid, server.client
     assert client.is_healthy()
     memory = shared_memory_of(server.processes())

@@ -67,7 +67,9 @@ def main(stream_fd: int, logs_fd: int, region_fd: int) -> None:
     if not isinstance(setup, Setup):
         raise TypeError(f"the first order was {type(setup).__name__}")
     _die_with(setup.engine_pid)
-    threading.Thread(target=_die_at_hangup, args=(stream_fd,), daemon=True).start()
+    threading.Thread(
+        target=_die_at_hangup, args=(stream_fd,), name="tiering-hangup", daemon=True
+    ).start()
     send_logs(socket.socket(fileno=logs_fd), setup.levels)
     try:
         asyncio.run(_Service(stream, setup, region_fd).run())

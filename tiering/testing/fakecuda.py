@@ -379,7 +379,7 @@ class FakeCuda:
 
     def _start_thread(self, stream: int) -> None:
         thread = threading.Thread(
-            target=self._run_freely, args=(stream,), name=f"fake-cuda-{stream}", daemon=True
+            target=self._run_freely, args=(stream,), name=f"tiering-fake-cuda-{stream}", daemon=True
         )
         self._threads.append(thread)
         thread.start()

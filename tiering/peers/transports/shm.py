@@ -82,7 +82,7 @@ class ShmTransport(DoorTransport):
             raise ConfigError("transport", "shm", told, "set transport: tcp") from error
         rows, row_bytes = self._served.rows.shape
         terms = Terms(rows, row_bytes, *(space.offset for space in self._spaces))
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="peers shm")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiering-peers-shm")
         self._door = Door(
             listening,
             terms,

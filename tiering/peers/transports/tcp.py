@@ -213,7 +213,7 @@ class _Threads:
     """Threads that rows are moved in, one for each request under way."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix=f"peers tcp {name}")
+        self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix=f"tiering-peers-tcp-{name}")
         self._work: set[asyncio.Future[Any]] = set()
 
     def run(self, call: Callable[..., Of], *arguments: object) -> asyncio.Future[Of]:

@@ -72,9 +72,8 @@ class IoPool:
         self._accepting = True
         for lane, size in self._sizes.items():
             for _ in range(size):
-                thread = threading.Thread(
-                    target=self._serve, args=(lane,), name=f"{self._name} {lane.value}", daemon=True
-                )
+                name = f"tiering {self._name} {lane.value}"
+                thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
                 self._live += 1

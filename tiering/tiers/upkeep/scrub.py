@@ -154,7 +154,7 @@ class Scrub:
                         self._skip(str(directory), f"{error.reason}; {error.remedy}")
 
     def _scrub(self, source: Source, progress: Callable[[ScrubReport], None]) -> None:
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="scrub")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiering-scrub")
         pending: deque[Future[list[_Result]]] = deque()
         put_aside: list[bytes] = []
         try:
