@@ -1,5 +1,5 @@
-"""The two ends of what `tiering-bench tiers --tier p2p` measures: how rows come from another process,
-and who serves them there.
+"""The two ends of what `tiering-bench tiers --tier p2p` measures: how rows come from another
+process, and who serves them there.
 
 Every side moves the same number of rows of one size from another process, or from memory, into the
 same page-aligned memory, and says nothing of time. What serves is a process of its own.
