@@ -23,6 +23,8 @@ from tiering.testing.simrows import SimRows
 MESSAGES = tuple(LIMITS_BYTES)
 LINK_STEPS = ("link", "rows")
 STEPS = (*MESSAGES, *LINK_STEPS)
+_OFTEN = {"rows": 5, "fetch": 3, "fetch_resp": 2, "transfer_done": 3, "abort": 4, "abort_ack": 3}
+_SELDOM = {"heartbeat", "disconnect"}
 STOP_SECONDS = (0.3, 2.0, 6.0, 15.0)
 STALL_SECONDS = (0.3, 2.0, 6.0, 15.0)
 ARMED_MAX = 8
@@ -91,7 +93,9 @@ class PeerFaults:
         chance = self._chance
         (fault,) = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         is_of_message = fault in _FATES or fault is Fault.REPEAT
-        step = chance.choice(MESSAGES if is_of_message else STEPS)
+        steps = MESSAGES if is_of_message else STEPS
+        weights = [_OFTEN.get(step, 0.5 if step in _SELDOM else 1) for step in steps]
+        (step,) = chance.choices(steps, weights)
         is_at_once = is_of_message or step in LINK_STEPS
         moment = Moment.SENT if is_at_once else chance.choice(list(Moment))
         passes = chance.choice((0, 0, 1, 3)) * (5 if step in ("rows", "heartbeat") else 1)

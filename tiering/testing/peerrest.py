@@ -65,7 +65,7 @@ def _in_tier(engine: PeerEngine, dialled: dict[bytes, PeerEngine]) -> Iterator[s
     if set(serving._visits) != guests:
         yield f"visits of {set(serving._visits)}, guests {guests}"
     for guest, visit in serving._visits.items():
-        if visit.looked_up or visit.waiting or visit.given or guest.session.served:
+        if visit.waiting or visit.given or guest.session.served:
             yield f"for {guest}: {visit}"
     if serving.showcase._kept:
         yield f"kept for {list(serving.showcase._kept)}"

@@ -18,7 +18,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from tiering.errors import ClosedError, PeerError
 from tiering.peers.addresses import Address
@@ -47,6 +50,7 @@ CALM_SECONDS_MAX = LOAD_SECONDS_MAX + 2 * (PATIENCE.pin_seconds_max + LIMITS.unb
 AGAIN_SECONDS_MAX = 200.0
 """Longer than who refused us is left alone for."""
 TRACE_LINES_KEPT = 60
+Work = Callable[[], Coroutine[Any, Any, object]]
 PLACES = [Address("10.0.0.1", 5700), Address("10.0.0.2", 5700), Address("10.0.0.2", 5701)]
 
 
@@ -164,26 +168,31 @@ class PeerSimulation:
     async def _act(self) -> None:
         acts: dict[Callable[[], Coroutine[Any, Any, None]], int] = {
             self._store: 20,
-            self._load: 26,
-            self._prefill_and_decode: 14,
-            self._drop: 4,
+            self._load: 24,
+            self._prefill_and_decode: 24,
+            self._drop: 2,
             self._reset: 1,
             self._arm: 22,
-            self._strike: 4,
+            self._strike: 2,
             self._begin_again: 6,
             self._restart: 2,
             self._wait: 4,
         }
         (act,) = self._chance.choices(list(acts), list(acts.values()))
         await act()
-        for engine in [*self._engines.values()]:
+        self._count_dead()
+
+    def _count_dead(self) -> None:
+        for engine in list(self._engines.values()):
             if engine.process.is_dead:
                 self._tell("dead", engine.process.name)
-                del self._engines[engine.terms.at]
+                self._take_out(engine)
                 self._dead.append(engine)
-                self._requests = {
-                    task: whose for task, whose in self._requests.items() if whose is not engine
-                }
+
+    def _take_out(self, engine: PeerEngine) -> None:
+        """Its requests go with it."""
+        del self._engines[engine.terms.at]
+        self._requests = {t: whose for t, whose in self._requests.items() if whose is not engine}
 
     # Requests
 
@@ -191,26 +200,30 @@ class PeerSimulation:
         running = [each for each in self._engines.values() if not each.process.is_stopped]
         return self._chance.choice(running) if running else None
 
-    def _chain(self) -> list[bytes]:
-        first = self._chance.randrange(CHAINS) * CHAIN_CHUNKS_MAX
-        count = self._chance.randint(1, CHAIN_CHUNKS_MAX)
-        return [key_of(first + number) for number in range(count)]
+    def _chain(self, at: Address) -> list[bytes]:
+        """For the most part of those that the engine at `at` computes."""
+        if self._chance.random() < 0.1:
+            at = self._chance.choice(list(self._terms))
+        number = 1000 * (1 + PLACES.index(at)) + self._chance.randrange(CHAINS) * CHAIN_CHUNKS_MAX
+        return self._prefix(number)
+
+    def _prefix(self, number: int) -> list[bytes]:
+        return [key_of(number + at) for at in range(self._chance.randint(1, CHAIN_CHUNKS_MAX))]
 
     def _whom(self, is_prefiller: bool = False) -> Whom:
         at = self._chance.choice(list(self._terms))
         self._numbers += 1
         return Whom(at.host, at.port, f"r{self._numbers}", is_prefiller)
 
-    def _request(self, engine: PeerEngine, what: str, work: Coroutine[Any, Any, object]) -> None:
-        self._tell("ask", engine.process.name, what)
-        self._requests[engine.process.start(self._carry_out(engine, what, work))] = engine
+    def _request(self, engine: PeerEngine, what: str, work: Work) -> None:
+        if len(self._requests) < REQUESTS_MAX:
+            self._tell("ask", engine.process.name, what)
+            self._requests[engine.process.start(self._carry_out(engine, what, work))] = engine
 
-    async def _carry_out(
-        self, engine: PeerEngine, what: str, work: Coroutine[Any, Any, object]
-    ) -> None:
+    async def _carry_out(self, engine: PeerEngine, what: str, work: Work) -> None:
         task = asyncio.current_task()
         try:
-            self._tell("done", engine.process.name, what, await work)
+            self._tell("done", engine.process.name, what, await work())
         except (ClosedError, asyncio.CancelledError):
             self._tell("cut off", engine.process.name, what)
         except Exception as error:
@@ -220,37 +233,45 @@ class PeerSimulation:
                 self._requests.pop(task, None)
 
     async def _store(self) -> None:
-        if (engine := self._engine()) and len(self._requests) < REQUESTS_MAX:
-            self._request(engine, "store", engine.store(self._chain()))
+        if engine := self._engine():
+            self._request(engine, "store", partial(engine.store, self._chain(engine.terms.at)))
 
     async def _load(self) -> None:
-        engine, whom = self._engine(), self._whom()
-        if engine and whom.address != engine.terms.at and len(self._requests) < REQUESTS_MAX:
-            give_up = self._chance.choice((0.1, 1.0, LOAD_SECONDS_MAX, LOAD_SECONDS_MAX))
-            work = engine.load(self._chain(), whom, give_up)
-            self._request(engine, f"load from {whom.address}", work)
+        """A few requests at a time, as there are in a batch."""
+        engine = self._engine()
+        for _ in range(self._chance.choice((1, 1, 2, 4))):
+            whom = self._whom()
+            if engine and whom.address != engine.terms.at:
+                give_up = self._chance.choice((0.1, 1.0, LOAD_SECONDS_MAX, LOAD_SECONDS_MAX))
+                work = partial(engine.load, self._chain(whom.address), whom, give_up)
+                self._request(engine, f"load from {whom.address}", work)
 
     async def _prefill_and_decode(self) -> None:
-        """One computes, perhaps, and keeps it for another, perhaps."""
-        whom, keys = self._whom(is_prefiller=True), self._chain()
-        prefiller, decoder = self._engines.get(whom.address), self._engine()
-        if decoder is None or decoder is prefiller or len(self._requests) >= REQUESTS_MAX:
+        """One computes, perhaps, and keeps it for others, perhaps."""
+        decoder, first = self._engine(), self._whom(is_prefiller=True)
+        prefiller = self._engines.get(first.address)
+        if decoder is None or decoder is prefiller:
             return
-        if prefiller is not None and self._chance.random() < 0.85:
-            kept_for = whom.kv_request_id if self._chance.random() < 0.8 else ""
-            self._request(prefiller, f"prefill {kept_for}", prefiller.store(keys, kept_for))
-        give_up = self._chance.choice((1.0, LOAD_SECONDS_MAX, LOAD_SECONDS_MAX))
-        work = decoder.load(keys, whom, give_up)
-        self._request(decoder, f"decode {whom.kv_request_id}", work)
+        for _ in range(self._chance.choice((1, 1, 2, 3))):
+            self._numbers += 1
+            whom = msgspec.structs.replace(first, kv_request_id=f"r{self._numbers}")
+            keys = self._prefix(10_000 + 10 * self._numbers)
+            give_up = self._chance.choice((1.0, LOAD_SECONDS_MAX, LOAD_SECONDS_MAX))
+            work = partial(decoder.load, keys, whom, give_up)
+            self._request(decoder, f"decode {whom.kv_request_id}", work)
+            if prefiller is not None and self._chance.random() < 0.8:
+                kept_for = whom.kv_request_id if self._chance.random() < 0.8 else ""
+                work = partial(prefiller.store, keys, kept_for)
+                self._request(prefiller, f"prefill {kept_for}", work)
 
     async def _drop(self) -> None:
         if engine := self._engine():
-            keys = self._chain()
-            self._request(engine, "drop", _at_once(lambda: engine.drop(keys)))
+            keys = self._chain(engine.terms.at)
+            self._request(engine, "drop", partial(engine.drop, keys))
 
     async def _reset(self) -> None:
         if engine := self._engine():
-            self._request(engine, "reset", _at_once(engine.reset))
+            self._request(engine, "reset", engine.reset)
 
     async def _wait(self) -> None:
         await asyncio.sleep(self._chance.choice((1.0, 5.0, 20.0)))
@@ -295,8 +316,7 @@ class PeerSimulation:
             await _unless_dead(engine, engine.end())
         if engine.process.is_dead:
             self._dead.append(engine)
-        del self._engines[engine.terms.at]
-        self._requests = {t: whose for t, whose in self._requests.items() if whose is not engine}
+        self._take_out(engine)
 
     async def _end(self) -> None:
         for engine in list(self._engines.values()):
@@ -316,6 +336,7 @@ class PeerSimulation:
     async def _calm(self) -> None:
         """The faults are over, the dead stay dead or have come back: what is left over goes."""
         self._faults.mend()
+        self._count_dead()
         self._tell("calm")
         while any(at not in self._engines for at in self._terms) and self._chance.random() < 0.6:
             await self._begin_again()
@@ -334,7 +355,7 @@ class PeerSimulation:
                 if engine is not other:
                     self._numbers += 1
                     whom = Whom(at.host, at.port, f"r{self._numbers}")
-                    work = self._loads_again(engine, other, whom)
+                    work = partial(self._loads_again, engine, other, whom)
                     self._request(other, f"again from {at}", work)
                     while self._requests:
                         await asyncio.sleep(0.5)
@@ -374,10 +395,6 @@ async def _unless_dead(engine: PeerEngine, work: Coroutine[Any, Any, None]) -> N
             raise _Died
         await asyncio.sleep(0.05)
     task.result()
-
-
-async def _at_once(work: Callable[[], None]) -> None:
-    work()
 
 
 def _error_of(told: dict[str, Any]) -> BaseException:

@@ -302,6 +302,8 @@ class PeerEngine:
         self.pump()
         while (held := core.held(owner)) is None:
             await self._turn()
+        if not core.is_holding(owner):
+            return 0  # a reset gave it back
         slots = core.claim(owner)
         for _ in range(2):
             for key, slot in zip(keys, slots, strict=False):
@@ -309,11 +311,11 @@ class PeerEngine:
             await self._turn()
         return held
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    async def drop(self, keys: Sequence[bytes]) -> None:
         self.core.drop(keys)
         self.pump()
 
-    def reset(self) -> None:
+    async def reset(self) -> None:
         self.core.reset()
         self.pump()
 

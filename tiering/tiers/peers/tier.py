@@ -200,7 +200,7 @@ class PeersTier(PeerTier):
         finally:
             peer.done(fetched.of, success=is_read)
         if any(isinstance(each, RowFailed) for each in moved):
-            await self._links.drop(peer)
+            await self._links.drop(peer, link)
         outcomes: list[ReadOutcome] = [Read.MISS] * len(keys)
         for at, each in zip(wanted, moved, strict=True):
             outcomes[at] = self._outcome(keys[at], each)
