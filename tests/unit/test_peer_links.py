@@ -26,7 +26,7 @@ from tiering.tiers.peers.links import Links
 async def mute() -> AsyncIterator[tuple[Links, Peer]]:
     """Links of an engine, and a peer of it that takes connections and says nothing there."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        offer = Offer("tcp", "127.0.0.1:%d" % listening.getsockname()[1])
+        offer = Offer("tcp", f"127.0.0.1:{listening.getsockname()[1]}")
         offers = dataclasses.replace(introduction(1), transports=(offer,))
         space = RowSpace(1, 4096)
         transport = TcpTransport(space.served, LOOPBACK)

@@ -27,7 +27,7 @@ _OFTEN = {"rows": 5, "fetch": 3, "fetch_resp": 2, "transfer_done": 3, "abort": 4
 _SELDOM = {"heartbeat", "disconnect"}
 STOP_SECONDS = (0.3, 2.0, 6.0, 15.0)
 STALL_SECONDS = (0.3, 2.0, 6.0, 15.0)
-ARMED_MAX = 8
+ARMED_MAX = 12
 _REPEATED = 6
 
 
@@ -97,7 +97,11 @@ class PeerFaults:
         weights = [_OFTEN.get(step, 0.5 if step in _SELDOM else 1) for step in steps]
         (step,) = chance.choices(steps, weights)
         is_at_once = is_of_message or step in LINK_STEPS
-        moment = Moment.SENT if is_at_once else chance.choice(list(Moment))
+        moment = (
+            Moment.SENT
+            if is_at_once
+            else chance.choice((Moment.SENT, Moment.CAME, Moment.CAME, Moment.TAKEN))
+        )
         passes = chance.choice((0, 0, 1, 3)) * (5 if step in ("rows", "heartbeat") else 1)
         armed = _Armed(fault, step, moment, chance.random() < 0.5, passes)
         self._armed = [*self._armed, armed][-ARMED_MAX:]
@@ -132,7 +136,9 @@ class PeerFaults:
 
     def _link(self, step: str, serves: Node, reads: Node) -> None:
         for armed in self._due(step, Moment.SENT):
-            self._strike(armed.fault, step, *((serves, reads) if armed.hits_sender else (reads, serves)))
+            self._strike(
+                armed.fault, step, *((serves, reads) if armed.hits_sender else (reads, serves))
+            )
 
     def _due(self, step: str, moment: Moment) -> Iterator[_Armed]:
         for armed in list(self._armed):

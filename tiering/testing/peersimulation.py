@@ -25,6 +25,7 @@ import msgspec
 
 from tiering.errors import ClosedError, PeerError
 from tiering.peers.addresses import Address
+from tiering.residency.plan import Keep
 from tiering.testing.peerfaults import PeerFaults, repeating
 from tiering.testing.peerrest import left_over
 from tiering.testing.peerworld import (
@@ -42,7 +43,7 @@ from tiering.testing.simrows import SimRows
 from tiering.testing.simworld import expect
 from tiering.tiers.peers.whom import Whom
 
-OPERATIONS = 40
+OPERATIONS = 32
 CHAINS = 6
 CHAIN_CHUNKS_MAX = 6
 REQUESTS_MAX = 12
@@ -252,7 +253,7 @@ class PeerSimulation:
         prefiller = self._engines.get(first.address)
         if decoder is None or decoder is prefiller:
             return
-        for _ in range(self._chance.choice((1, 1, 2, 3))):
+        for _ in range(self._chance.choice((1, 2, 3, 4))):
             self._numbers += 1
             whom = msgspec.structs.replace(first, kv_request_id=f"r{self._numbers}")
             keys = self._prefix(10_000 + 10 * self._numbers)
@@ -261,7 +262,8 @@ class PeerSimulation:
             self._request(decoder, f"decode {whom.kv_request_id}", work)
             if prefiller is not None and self._chance.random() < 0.8:
                 kept_for = whom.kv_request_id if self._chance.random() < 0.8 else ""
-                work = partial(prefiller.store, keys, kept_for)
+                queued = self._chance.choice((0.0, 0.0, 0.5, 1.0))
+                work = partial(prefiller.store, keys, kept_for, queued)
                 self._request(prefiller, f"prefill {kept_for}", work)
 
     async def _drop(self) -> None:
@@ -280,7 +282,7 @@ class PeerSimulation:
 
     async def _arm(self) -> None:
         """The next times that something is said, something goes wrong."""
-        for _ in range(self._chance.choice((1, 1, 2, 3))):
+        for _ in range(self._chance.choice((1, 2, 3, 4))):
             self._tell("arm", self._faults.arm())
 
     async def _strike(self) -> None:
@@ -362,7 +364,6 @@ class PeerSimulation:
                         self._check()
 
     async def _loads_again(self, has: PeerEngine, wants: PeerEngine, whom: Whom) -> int:
-        keys = [key_of(1000 + self._numbers * 2 + number) for number in range(2)]
         give_up = self._loop.time() + AGAIN_SECONDS_MAX
         refusal = has.terms.refusal or wants.terms.refusal
         told = ""
@@ -371,12 +372,19 @@ class PeerSimulation:
                 with suppress(PeerError):
                     await wants.tier._running().peer(whom.address)
                     raise AssertionError("a stranger was let in")
-                told = wants.tier._running()._directory.why_not(whom.address, self._loop.time()) or ""
+                told = (
+                    wants.tier._running()._directory.why_not(whom.address, self._loop.time()) or ""
+                )
                 if refusal in told:
                     return 0
             else:
-                await has.process.start(has.store(keys))
+                self._numbers += 1
+                keys = [key_of(100_000 + 2 * self._numbers + at) for at in range(2)]
+                await has.process.start(has.store(keys, whom.kv_request_id))
                 if await wants.load(keys, whom, LOAD_SECONDS_MAX) == len(keys):
+                    await asyncio.sleep(1.0)
+                    kept = [step for step, _ in has.log.out.values() if isinstance(step, Keep)]
+                    expect(not kept, f"kept though it was fetched: {kept}")
                     return len(keys)
             await asyncio.sleep(LOAD_DEADLINE_SECONDS)
         raise AssertionError(f"it does not work again: {has} {wants} {told}")

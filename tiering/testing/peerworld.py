@@ -42,7 +42,7 @@ PEERS = 0
 CHUNK_BYTES = 256
 LOAD_DEADLINE_SECONDS = 5.0
 DRAIN_SECONDS = 1.0
-TURN_SECONDS = (0.02, 0.05, 0.1)
+TURN_SECONDS = (0.02, 0.1, 0.2)
 """Between two steps of a scheduler."""
 SLACK_SECONDS = 1.5
 PATIENCE = Patience(pin_seconds_max=20.0)
@@ -202,7 +202,7 @@ class PeerEngine:
         self.is_open = False
         self.tasks_at_rest = 0
         self._chance = chance
-        self._ended = asyncio.Event()
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()
         self._portal = LoopPortal([self.tier], self._row, self.pump)
         self.log = StepLog(self._portal, self)
         self._engine = Engine(self.core, self.log, _Sink())
@@ -211,10 +211,9 @@ class PeerEngine:
 
     async def begin(self) -> None:
         self._main = self.process.start(self._run())
-        while not (self.is_open or self._main.done()):
-            await asyncio.sleep(0.01)
-        if self._main.done():
-            self._main.result()
+        await self._begun.wait()
+        if not self.is_open:
+            await self._main
         self.tasks_at_rest = len(self.process.tasks)
 
     async def end(self) -> None:
@@ -250,9 +249,12 @@ class PeerEngine:
 
     # What a scheduler does
 
-    async def store(self, keys: Sequence[bytes], kept_for: str = "") -> int:
+    async def store(
+        self, keys: Sequence[bytes], kept_for: str = "", queued_seconds: float = 0.0
+    ) -> int:
         """Compute what of `keys` is not here, one after the other, and keep them for a decoder;
         how many."""
+        await asyncio.sleep(queued_seconds)
         core, owner = self.core, self._new_owner("store")
         core.open(owner)
         places = core.reserve(owner, keys, 0)
@@ -328,13 +330,17 @@ class PeerEngine:
         return f"{what} {self._requests}"
 
     def _row(self, slot: int) -> memoryview:
-        return self.rows[slot].data
+        return memoryview(self.rows[slot])
 
     async def _run(self) -> None:
-        async with self._portal:
-            self.is_open = True
-            await self._ended.wait()
-            await self._portal.finish(DRAIN_SECONDS)
+        try:
+            async with self._portal:
+                self.is_open = True
+                self._begun.set()
+                await self._ended.wait()
+                await self._portal.finish(DRAIN_SECONDS)
+        finally:
+            self._begun.set()
         self.pump()
 
     def __repr__(self) -> str:

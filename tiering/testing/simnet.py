@@ -18,13 +18,14 @@ from typing import Any
 
 from tiering.peers import sockets
 from tiering.peers.addresses import Address
-from tiering.peers.bounds import outline
 from tiering.testing.simprocess import Process, current
 
 DELAYS_SECONDS = (0.0002, 0.0005, 0.001, 0.005, 0.02)
 RETRY_SECONDS = (0.1, 0.3, 1.0)
 LOOK_AGAIN_SECONDS = 0.1
 LATE_SECONDS = (0.5, 3.0, 6.0, 12.0)
+
+_TYPE = b"\xa4type"
 
 Listener = Callable[[list[bytes]], None]
 
@@ -146,11 +147,11 @@ class SimNet:
             lambda context, listener, ipv6: SimRouter(self, listener),
             lambda context, listener, ipv6: SimDealer(self, listener),
         )
-        sockets.Context, sockets.router, sockets.dealer = made  # type: ignore[misc]
+        sockets.Context, sockets.router, sockets.dealer = made
         try:
             yield
         finally:
-            sockets.Context, sockets.router, sockets.dealer = before  # type: ignore[misc]
+            sockets.Context, sockets.router, sockets.dealer = before
 
 
 class _Context:
@@ -166,7 +167,7 @@ class _Way:
         self._source = source
         self._target = target
         self._take = take
-        self._queue: deque[tuple[float, list[bytes]]] = deque()
+        self._queue: deque[tuple[float, str, list[bytes]]] = deque()
         self._last = 0.0
         self._is_due = False
         self._emptied: Callable[[], None] | None = None
@@ -177,14 +178,14 @@ class _Way:
             return False
         if self.is_over or self._source.is_dark or self._source.process.is_dead:
             return True
-        net = self._net
-        fate = net.told(Moment.SENT, outline(frames[0]), self._source, self._target)
+        net, kind = self._net, _kind_of(frames[0])
+        fate = net.told(Moment.SENT, kind, self._source, self._target)
         if fate is Fate.IS_LOST or self.is_over:
             return True
         late = net.chance.choice(LATE_SECONDS) if fate is Fate.IS_LATE else 0.0
         self._last = max(self._last, net.loop.time() + net.delay_seconds() + late)
         for _ in range(2 if fate is Fate.COMES_TWICE else 1):
-            self._queue.append((self._last, list(frames)))
+            self._queue.append((self._last, kind, list(frames)))
         self._pump_at(self._last)
         return True
 
@@ -209,20 +210,23 @@ class _Way:
             if not net.is_passable(self._source, self._target):
                 self._pump_at(now + LOOK_AGAIN_SECONDS)
                 return
-            _, frames = self._queue.popleft()
-            kind = outline(frames[0])
+            _, kind, frames = self._queue.popleft()
             net.told(Moment.CAME, kind, self._source, self._target)
             if self._target.process.is_stopped:
-                self._queue.appendleft((now, frames))
+                self._queue.appendleft((now, kind, frames))
                 break
-            if self.is_over:
-                return
-            self._take(frames)
+            self._take(frames)  # though the connection may have broken behind it
             net.told(Moment.TAKEN, kind, self._source, self._target)
         if self._queue:
             self._pump_at(self._queue[0][0])
         elif self._emptied is not None:
             self._emptied()
+
+
+def _kind_of(message: bytes) -> str:
+    """What a message has under "type", which is the first of its fields."""
+    at = message.index(_TYPE) + len(_TYPE)
+    return message[at + 1 : at + 1 + (message[at] & 0x1F)].decode()
 
 
 class _Connection:

@@ -24,6 +24,7 @@ from tiering.testing.simnet import Node, SimNet
 
 QUIET_SECONDS_MAX = 4.0
 PIECES = 4
+PIECE_SECONDS = (0.0, 0.001, 0.02, 0.3)
 _POLL_SECONDS = 0.05
 
 Struck = Callable[[str, Node, Node], None]
@@ -149,7 +150,7 @@ class SimLink(Link):
     async def passed(self) -> str | None:
         """Wait until something can be moved; why nothing can be, any more."""
         net, serves = self._rows.net, self.serves
-        await asyncio.sleep(net.delay_seconds())
+        await asyncio.sleep(net.chance.choice(PIECE_SECONDS) * net.chance.random())
         quiet = 0.0
         while self._why is None:
             if serves.process.is_dead and not serves.is_dark:
