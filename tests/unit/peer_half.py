@@ -121,15 +121,19 @@ class Half:
         owner = self._new_owner()
         self.core.open(owner)
         places = self.core.reserve(owner, keys, 0)
-        for index, slot in zip(places.indices, places.slots, strict=True):
-            self.rows[slot] = page_of(keys[index])
-            self.core.filled([slot])
+        left = list(places.slots)
+        try:
+            for index in places.indices:
+                self.rows[left[0]] = page_of(keys[index])
+                self.core.filled([left.pop(0)])
+                self.pump()
+                await asyncio.sleep(TURN_SECONDS)
+            if kept_for:
+                self.portal.submit([self.core.peers.keep(0, kept_for, keys)])
+        finally:
+            self.core.unfilled(left)
+            self.core.close(owner)
             self.pump()
-            await asyncio.sleep(TURN_SECONDS)
-        if kept_for:
-            self.portal.submit([self.core.peers.keep(0, kept_for, keys)])
-        self.core.close(owner)
-        self.pump()
 
     async def load(self, keys: Sequence[bytes], whom: Whom) -> int:
         """As many leading `keys` as can be had, all of them right; how many."""
