@@ -201,6 +201,26 @@ async def test_nobody_there_costs_a_deadline_and_not_each_time() -> None:
                 await asks.peer(nowhere)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_what_cannot_be_dialled_is_an_error_at_once_and_leaves_nothing(host: str) -> None:
+    async with engine(1) as (asks, _):
+        for reason in ("cannot be dialled: Invalid argument$", "tried again in"):
+            with pytest.raises(PeerError, match=reason):
+                await asks.peer(Address(host, -1))
+            assert (asks.stats().peers, asks._dealers) == (0, {})
+
+
+@pytest.mark.parametrize("kv_request_id", ["", "r" * 513])
+async def test_a_request_that_cannot_be_named_costs_its_question_only(kv_request_id: str) -> None:
+    async with engine(1) as (serves, _), engine(2) as (asks, _):
+        peer = await asks.peer(serves.address)
+        for ask in (peer.lookup, peer.fetch):
+            with pytest.raises(PeerError, match=r"cannot be asked.*kv_request_id"):
+                await ask(kv_request_id, keys(2))
+        assert peer.session.is_idle
+        assert await peer.lookup("r", keys(2)) == b"\1\0"
+
+
 async def test_a_name_without_an_address_is_an_error_that_says_so() -> None:
     async with engine(1) as (asks, _):
         with pytest.raises(PeerError, match="its name has no address"):

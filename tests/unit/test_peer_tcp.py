@@ -312,6 +312,12 @@ async def test_rows_come_over_ipv6_and_by_name() -> None:
             assert all(holds(Reference(slot, 1), into[slot]) for slot in range(3))
 
 
+async def test_a_peer_that_offers_what_is_no_name_of_a_host_is_not_linked_to() -> None:
+    async with transport() as ours:
+        with pytest.raises(PeerError, match="no connection"):
+            await ours.connect(Offer("tcp", f"{'a' * 64}.invalid:5711"), SESSION, TOKEN)
+
+
 async def test_peers_are_told_another_host_where_there_is_one() -> None:
     async with transport(host="node-7.example") as ours:
         assert ours.offer().address.startswith("node-7.example:")

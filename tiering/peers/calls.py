@@ -7,7 +7,9 @@ Each owns its session's frames on the way out and, for a peer, who waits for whi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from tiering.clock import Clock
@@ -82,6 +84,8 @@ class _End:
         self.over: Over | None = None
         self._clock = clock
         self._send: Send | None = None
+        self._untold: deque[Event] = deque()
+        self._is_telling = False
 
     @property
     def is_open(self) -> bool:
@@ -133,11 +137,21 @@ class _End:
                 return
 
     def _after(self, events: list[Event]) -> None:
+        """Send what there is to be sent, and tell of `events`. Either may show that the other side
+        is gone: what comes of that is told behind them, so that nothing comes after the end."""
+        self._untold += events
         self.flush()
-        for event in events:
-            self._happened(event)
-            if isinstance(event, Over):
-                self.over = event
+        if self._is_telling:
+            return
+        self._is_telling = True
+        try:
+            while self._untold:
+                event = self._untold.popleft()
+                self._happened(event)
+                if isinstance(event, Over):
+                    self.over = event
+        finally:
+            self._is_telling = False
 
     def _happened(self, event: Event) -> None:
         raise NotImplementedError
@@ -159,17 +173,19 @@ class Peer(_End):
     async def lookup(self, kv_request_id: str, keys: Sequence[bytes]) -> bytes:
         """For each of `keys` 1 where it could be fetched, else 0. At most `messages.KEYS_MAX`."""
         self._require_open()
-        of = self.session.lookup(kv_request_id, keys, self._clock.now())
+        with self._askable():
+            of = self.session.lookup(kv_request_id, keys, self._clock.now())
         answer = await self._answer(of)
         return answer.hits
 
     async def fetch(
         self, kv_request_id: str, keys: Sequence[bytes], seconds_max: float | None = None
     ) -> Fetched:
-        """Have `keys` pinned and learn where they are. `seconds_max` where they may still have to
-        be computed. Cancelled, it leaves nothing pinned."""
+        """Have `keys` pinned and learn where they are; `seconds_max`: wait that long for those that
+        have yet to be computed. Cancelled, it leaves nothing pinned."""
         self._require_open()
-        of = self.session.fetch(kv_request_id, keys, self._clock.now(), seconds_max)
+        with self._askable():
+            of = self.session.fetch(kv_request_id, keys, self._clock.now(), seconds_max)
         answer = await self._answer(of)
         assert of is not None
         assert isinstance(answer, FetchResp)
@@ -198,6 +214,14 @@ class Peer(_End):
         if not self.is_open:
             reason = "the session is not open" if self.over is None else self.over.reason
             raise PeerError(str(self.at), reason)
+
+    @contextmanager
+    def _askable(self) -> Iterator[None]:
+        """What cannot be put into a message is no question for a peer."""
+        try:
+            yield
+        except ValueError as error:
+            raise PeerError(str(self.at), f"cannot be asked: {error}") from error
 
     async def _answer(self, of: Round | None) -> LookupResp | FetchResp:
         if of is None:

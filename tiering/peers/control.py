@@ -161,6 +161,8 @@ class ControlPlane:
         if peer is not None:
             self._look_after(peer)  # it may have ended while something was said
         peer = self._directory.get(at) or self._dial(at)
+        if peer.over is not None:
+            raise PeerError(str(at), peer.over.reason)
         await peer.opened()
         return peer
 
@@ -206,7 +208,12 @@ class ControlPlane:
         heard = partial(self._heard_of, peer)
         dealer = sockets.dealer(self._context, heard, ":" in host)
         self._dealers[peer] = dealer
-        dealer.connect(Address(host, peer.at.port))
+        try:
+            dealer.connect(Address(host, peer.at.port))
+        except PeerError as error:
+            peer.close("failed", error.reason)
+            self._look_after(peer)
+            return
         peer.sends_with(dealer.send)
 
     def _heard_of(self, peer: Peer, frames: list[bytes]) -> None:
@@ -303,14 +310,15 @@ class ControlPlane:
 
     def _tick(self) -> None:
         loop, now = self._running(), self._clock.now()
+        # First of all: without it nobody would ever be given up.
+        seconds = self._patience.heartbeat_seconds / _TICKS_A_HEARTBEAT
+        self._ticking = loop.call_later(seconds, self._tick)
         for _, peer in self._directory:
             peer.tick(now)
             self._look_after(peer)
         for whence, guest in list(self._guests.items()):
             guest.tick(now)
             self._look_after_guest(whence, guest)
-        seconds = self._patience.heartbeat_seconds / _TICKS_A_HEARTBEAT
-        self._ticking = loop.call_later(seconds, self._tick)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

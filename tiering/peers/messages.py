@@ -111,13 +111,14 @@ class LookupResp(_Message, frozen=True, tag="lookup_resp"):
 
 
 class Fetch(_Message, frozen=True, tag="fetch"):
-    """Pin these chunks, and say where they are. Without keys: this request is over, nothing more
-    will be asked for it."""
+    """Pin these chunks, and say where they are; with `waits` when all of them are there, or no more
+    will come. Without keys: this request is over, nothing more will be asked for it."""
 
     kv_request_id: _RequestId
     round_seq: _Round
     key_bytes: _KeyBytes
     keys: _Keys
+    waits: bool = False
 
 
 class FetchResp(_Message, frozen=True, tag="fetch_resp"):

@@ -9,9 +9,13 @@ import socket
 def resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of `host`, IPv4 first, since a host may have IPv6 and be without a route for
     it. OSError where it has none."""
+    try:
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a part of it is longer than a name's may be
+        raise OSError(f"{host} is no name of a host") from error
     found = {
         (family, str(place[0]))
-        for family, _, _, _, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in places
         if family in (socket.AF_INET, socket.AF_INET6)
     }
     if not found:

@@ -334,8 +334,11 @@ class Session:
 
     def lookup(self, kv_request_id: str, keys: Sequence[bytes], now: float) -> Round | None:
         """Ask which of `keys` are there; None where too many rounds are open. REQUIRES: open."""
-        patience = self.patience.answer_seconds_max
-        return self._ask(Lookup, Waits.FOR_HITS, kv_request_id, keys, now, patience)
+        give_up_at = now + self.patience.answer_seconds_max
+        of = self.asked.begin(kv_request_id, Waits.FOR_HITS, len(keys), give_up_at)
+        if of is not None:
+            self._ask(of, lambda: Lookup(*of, *joined(keys)), now)
+        return of
 
     def fetch(
         self,
@@ -345,29 +348,22 @@ class Session:
         seconds_max: float | None = None,
     ) -> Round | None:
         """Have `keys` pinned; None where too many rounds are open. `seconds_max` where the answer
-        may take longer, as the other engine has yet to compute them. REQUIRES: open, some keys."""
-        patience = self.patience.answer_seconds_max if seconds_max is None else seconds_max
-        return self._ask(Fetch, Waits.FOR_PLACES, kv_request_id, keys, now, patience)
+        is to wait for what the other engine has yet to compute. REQUIRES: open, some keys."""
+        waits = seconds_max is not None
+        seconds = self.patience.answer_seconds_max if seconds_max is None else seconds_max
+        of = self.asked.begin(kv_request_id, Waits.FOR_PLACES, len(keys), now + seconds)
+        if of is not None:
+            self._ask(of, lambda: Fetch(*of, *joined(keys), waits), now)
+        return of
 
-    def _ask(
-        self,
-        kind: type[Lookup | Fetch],
-        waits: Waits,
-        kv_request_id: str,
-        keys: Sequence[bytes],
-        now: float,
-        seconds_max: float,
-    ) -> Round | None:
-        of = self.asked.begin(kv_request_id, waits, len(keys), now + seconds_max)
-        if of is None:
-            return None
+    def _ask(self, of: Round, question: Callable[[], Lookup | Fetch], now: float) -> None:
+        """Say it; ValueError where it cannot be said, and then nothing was asked."""
         self.used_at = now
         try:
-            self._say(kind(kv_request_id, of.round_seq, *joined(keys)), now)
+            self._say(question(), now)
         except ValueError:
             self.asked.forget(of)
             raise
-        return of
 
     def done(self, of: Round, success: bool, now: float) -> None:
         """What was fetched in `of` was read, or will not be. Nothing where the session is over."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -43,10 +44,16 @@ class Everything:
         return np.ones(len(keys), np.bool_)
 
     def mark(self, keys: Sequence[bytes], marks: bytearray, found: int, missing: int) -> None:
-        marks[:] = marks.translate(bytes(max(mark, found) for mark in range(256)))
+        marks[:] = marks.translate(_at_least(found))
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Nothing to add."""
+
+
+@lru_cache
+def _at_least(found: int) -> bytes:
+    """Of each mark the higher of it and `found`, for `translate`."""
+    return bytes(max(mark, found) for mark in range(256))
 
 
 class KnownKeys:

@@ -7,7 +7,6 @@ says no to another host by itself, and TCP reaches whoever the control plane has
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -35,24 +34,39 @@ class Links:
         if opening is None or (opening.done() and _failed(opening)):
             opening = asyncio.get_running_loop().create_task(self._connect(peer))
             self._links[peer] = opening
-        return await asyncio.shield(opening)
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            raise PeerError(str(peer.at), "its session was over before a link was open")
+        return opening.result()
 
-    async def drop(self, peer: Peer) -> None:
-        """Its link is of no use: the next one who wants it opens another."""
-        if (opening := self._links.pop(peer, None)) is not None:
-            await _close(opening)
+    async def drop(self, peer: Peer, link: Link) -> None:
+        """`link` is of no use: the next one who wants one opens another."""
+        opening = self._links.get(peer)
+        if opening is not None and opening.done() and not _failed(opening):
+            if opening.result() is not link:
+                return  # it was given up before, and this is another one
+            del self._links[peer]
+        await link.close()
 
     async def tidy(self) -> None:
         """Close those whose session is over."""
         for peer in [peer for peer in self._links if peer.over is not None]:
-            await self.drop(peer)
+            await self._end(peer)
 
     async def close(self) -> None:
         for peer in list(self._links):
-            await self.drop(peer)
+            await self._end(peer)
 
     def __repr__(self) -> str:
         return f"<Links {len(self)}>"
+
+    async def _end(self, peer: Peer) -> None:
+        if (opening := self._links.pop(peer, None)) is None:
+            return  # somebody else has
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not _failed(opening):
+            await opening.result().close()
 
     async def _connect(self, peer: Peer) -> Link:
         offers = {offer.transport: offer for offer in peer.introduction.transports}
@@ -75,9 +89,3 @@ class Links:
 
 def _failed(opening: asyncio.Task[Link]) -> bool:
     return opening.cancelled() or opening.exception() is not None
-
-
-async def _close(opening: asyncio.Task[Link]) -> None:
-    opening.cancel()
-    with contextlib.suppress(PeerError, asyncio.CancelledError):
-        await (await opening).close()

@@ -1,8 +1,8 @@
 """Answers what peers ask: which chunks are here, and where.
 
-Owns the questions that wait for chunks that are still being computed. A question that a lookup went
-before is answered at once; one without, as a decoder asks its prefiller, waits for what is not here
-until the request is complete, or its round is given up. Loop only; never waits, never raises.
+Owns the questions that wait for chunks that are still being computed: as a decoder asks its
+prefiller, and until all are here, the request is complete, or the round is given up. Anything said
+to a guest may show that it is gone. Loop only; never waits, never raises.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ read."""
 
 @dataclass(slots=True)
 class _Visit:
-    """One guest: requests that it has looked up chunks for, fetches that wait, and what it was
-    given."""
+    """One guest: its fetches that wait, and what it was given."""
 
-    looked_up: set[str] = field(default_factory=set)
     waiting: dict[Round, list[bytes]] = field(default_factory=dict)
     given: dict[Round, list[bytes]] = field(default_factory=dict)
 
@@ -49,17 +47,16 @@ class Serving:
     def wanted(self, guest: Guest, of: Round, question: Lookup | Fetch) -> None:
         visit, keys = self._visits[guest], keys_of(question)
         if isinstance(question, Lookup):
-            visit.looked_up.add(of.kv_request_id)
             places = self.showcase.places(keys)
             hits = bytes(place is not None for place in places)
             self._count(hits)
             guest.hits(of, hits)
             return
         visit.waiting[of] = keys
-        if of.kv_request_id in visit.looked_up:
-            self._answer(guest, visit, of)
-        else:
+        if question.waits:
             self._answer_if_complete(guest, visit, of)
+        else:
+            self._answer(guest, visit, of)
 
     def released(self, guest: Guest, of: Round, success: bool | None) -> None:
         visit = self._visits[guest]
@@ -70,7 +67,6 @@ class Serving:
             self.showcase.fetched(of.kv_request_id, given)
 
     def request_over(self, guest: Guest, kv_request_id: str) -> None:
-        self._visits[guest].looked_up.discard(kv_request_id)
         self.showcase.request_over(kv_request_id)
 
     def over(self, guest: Guest, reason: str) -> None:
@@ -85,19 +81,20 @@ class Serving:
         """Chunks have come to be here, or a request is complete: somebody may wait for that."""
         for guest, visit in list(self._visits.items()):
             for of in list(visit.waiting):
-                self._answer_if_complete(guest, visit, of)
+                # The answer before may have shown that the guest is gone, and all of it released.
+                if of in visit.waiting:
+                    self._answer_if_complete(guest, visit, of)
 
     def _answer_if_complete(self, guest: Guest, visit: _Visit, of: Round) -> None:
-        is_here = None not in self.showcase.places(visit.waiting[of])
-        if is_here or self.showcase.is_complete(of.kv_request_id):
+        places = self.showcase.places(visit.waiting[of])
+        if None not in places or self.showcase.is_complete(of.kv_request_id):
+            self._count(bytes(place is not None for place in places))
             self._answer(guest, visit, of)
 
     def _answer(self, guest: Guest, visit: _Visit, of: Round) -> None:
         keys = visit.waiting.pop(of)
         places = self.showcase.places(keys)
         found = [key for key, place in zip(keys, places, strict=True) if place is not None]
-        if of.kv_request_id not in visit.looked_up:
-            self._count(bytes(place is not None for place in places))
         if found:
             visit.given[of] = found
         if not guest.places(of, places):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from tiering.clock import Clock
 from tiering.errors import ClosedError, PeerError, TierError
 from tiering.metrics import Counters
 from tiering.peers.addresses import Address
@@ -73,6 +74,7 @@ class PeersTier(PeerTier):
         rank: int = 0,
         limits: PeerLimits | None = None,
         patience: Patience | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`introduction` is asked for when the transports are open, without what they offer.
         Errors about `at` are under the key `where`; `rank` is the data-parallel one."""
@@ -86,6 +88,7 @@ class PeersTier(PeerTier):
         self._rank = rank
         self._limits = limits or PeerLimits()
         self._patience = patience
+        self._clock = clock
         self._counters = Counters(COUNTERS)
         self._serving = Serving(transports)
         self._links = Links(transports)
@@ -142,6 +145,7 @@ class PeersTier(PeerTier):
                 peers_max=self._limits.peers_max,
                 guests_max=self._limits.guests_max,
                 patience=self._patience,
+                clock=self._clock,
             )
             await control.open()
             stack.push_async_callback(control.close)
@@ -196,7 +200,7 @@ class PeersTier(PeerTier):
         finally:
             peer.done(fetched.of, success=is_read)
         if any(isinstance(each, RowFailed) for each in moved):
-            await self._links.drop(peer)
+            await self._links.drop(peer, link)
         outcomes: list[ReadOutcome] = [Read.MISS] * len(keys)
         for at, each in zip(wanted, moved, strict=True):
             outcomes[at] = self._outcome(keys[at], each)

@@ -1,0 +1,267 @@
+"""One engine's half of an exchange between peers: core, shell and tier of peers over a real region.
+
+For tests, in this process or in one of its own that can be stopped and killed: `python peer_half.py
+TRANSPORT PORT OTHER` binds PORT, prints it, and computes, keeps, evicts, and loads from the engine
+at port OTHER for as long as its standard input is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from peer_engine import QUICK
+from tiering.clock import MonotonicClock
+from tiering.engine import Engine
+from tiering.events import NoEvents
+from tiering.keys import chunk_key
+from tiering.layout import RowLayout
+from tiering.peers.addresses import Address
+from tiering.peers.agreement import Introduction
+from tiering.peers.control import new_engine_id
+from tiering.peers.transports.base import Served, Space, Transport
+from tiering.peers.transports.shm import ShmTransport
+from tiering.peers.transports.tcp import TcpTransport
+from tiering.policy.lru import LruPolicy
+from tiering.portal import LoopPortal
+from tiering.residency.core import Residency
+from tiering.tiers.host import Region, region_name
+from tiering.tiers.peers.source import PeerSource
+from tiering.tiers.peers.tier import PeerLimits, PeersTier
+
+CHUNK_BYTES = 128 << 10
+CHUNKS = 40
+CHAIN_CHUNKS = 8
+CHAINS = 12
+LOAD_SECONDS = 3.0
+LIMITS = PeerLimits(unbound_store_seconds=1.5, wait_seconds=1.0)
+QUIET_SECONDS = 1.0
+TURN_SECONDS = 0.005
+START_SECONDS = 60.0
+
+
+def key_of(number: int) -> bytes:
+    return chunk_key(b"%032d" % number, 0)
+
+
+def page_of(key: bytes) -> npt.NDArray[np.uint8]:
+    bits = np.random.SFC64(int.from_bytes(key[-12:], "big"))
+    return np.frombuffer(np.random.Generator(bits).bytes(CHUNK_BYTES), np.uint8)
+
+
+def chain(engine: int, number: int) -> list[bytes]:
+    """A prefix that engine `engine` computes."""
+    first = 10_000 * engine + CHAIN_CHUNKS * number
+    return [key_of(first + at) for at in range(CHAIN_CHUNKS)]
+
+
+class Half:
+    """Made by `half`. `number` is the engine's: which chains it computes."""
+
+    def __init__(self, region: Region, transport: str, number: int, port: int) -> None:
+        geometry = region.geometry
+        self.number = number
+        self.rows = region.rows_view()
+        self.core = Residency(
+            geometry.rows,
+            1,
+            LruPolicy(geometry.rows),
+            MonotonicClock(),
+            LOAD_SECONDS,
+            peers=[0],
+            generations=region.generations(),
+        )
+        self.descriptor = region.descriptor()
+        served = Served(
+            self.rows,
+            region.generations(),
+            Space(self.descriptor, geometry.header_bytes, self.rows.size),
+            Space(self.descriptor, geometry.generations_offset, 8 * geometry.rows),
+        )
+        loopback = Address("127.0.0.1", 0)
+        made: Transport = TcpTransport(served, loopback, quiet_seconds_max=QUIET_SECONDS)
+        if transport == "shm":
+            made = ShmTransport(served, quiet_seconds_max=QUIET_SECONDS)
+
+        def me() -> Introduction:
+            rows, row_bytes = self.rows.shape
+            return Introduction(new_engine_id(), 0, bytes(32), {}, "0", rows, row_bytes)
+
+        self.tier = PeersTier(
+            Address("127.0.0.1", port),
+            me,
+            [made],
+            CHUNK_BYTES,
+            limits=LIMITS,
+            patience=QUICK,
+        )
+        self.portal = LoopPortal([self.tier], region.row, self.pump)
+        self._engine = Engine(self.core, self.portal, NoEvents())
+        self._requests = 0
+
+    def pump(self) -> None:
+        self._engine.pump()
+
+    async def store(self, keys: Sequence[bytes], kept_for: str = "") -> None:
+        """Compute `keys`, as far as there is room, and keep them for a decoder."""
+        owner = self._new_owner()
+        self.core.open(owner)
+        places = self.core.reserve(owner, keys, 0)
+        left = list(places.slots)
+        try:
+            for index in places.indices:
+                self.rows[left[0]] = page_of(keys[index])
+                self.core.filled([left.pop(0)])
+                self.pump()
+                await asyncio.sleep(TURN_SECONDS)
+            if kept_for:
+                self.core.peers.keep(kept_for, keys)
+        finally:
+            self.core.unfilled(left)
+            self.core.close(owner)
+            self.pump()
+
+    async def load(self, keys: Sequence[bytes], whom: PeerSource) -> int:
+        """As many leading `keys` as can be had, all of them right; how many."""
+        core, owner = self.core, self._new_owner()
+        core.open(owner)
+        core.peers.ask(owner, whom.packed(), has_all=whom.is_prefiller)
+        try:
+            core.ask(owner, keys)
+            self.pump()
+            while core.is_asking(owner):
+                await self._turn()
+            reach = core.match(keys, owner).reach
+            while not core.hold(owner, keys[:reach]):
+                await self._turn()
+            self.pump()
+            while (held := core.held(owner)) is None:
+                await self._turn()
+            for key, slot in zip(keys, core.claim(owner), strict=False):
+                if not np.array_equal(self.rows[slot], page_of(key)):
+                    raise AssertionError(f"wrong bytes of {key.hex()}")
+            return held
+        finally:
+            core.close(owner)
+            self.pump()
+
+    @property
+    def left_over(self) -> list[str]:
+        """What is, while nobody asks for anything and no peer is there."""
+        slots, stats = self.core.index.slots, self.tier.stats()
+        found = {
+            "steps": self.core.steps_out,
+            "requests": len(self.core._holds),
+            "kept": len(self.core.peers._kept),
+            "pins": int(slots.load_pins.sum() + slots.write_pins.sum()),
+            "busy slots": len(slots) - slots.free - slots.evictable,
+            "visits": len(self.tier._serving._visits),
+            **{name: stats[name] for name in ("now_guests", "now_links", "now_peers")},
+            "kept chunks": stats["now_kept_chunks"],
+        }
+        return [f"{count} {name}" for name, count in found.items() if count]
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(TURN_SECONDS)
+        self.pump()
+
+    def _new_owner(self) -> str:
+        self._requests += 1
+        return f"request {self._requests}"
+
+
+@asynccontextmanager
+async def half(transport: str, number: int, port: int = 0) -> AsyncIterator[Half]:
+    layout = RowLayout(CHUNK_BYTES)
+    name = region_name(secrets.token_hex(8))
+    with Region.open(name, layout, CHUNKS * layout.row_bytes) as region:
+        region.unlink()
+        made = Half(region, transport, number, port)
+        async with made.portal:
+            yield made
+            await made.portal.finish(1.0)
+        made.pump()
+        made.rows = np.empty((0, 0), np.uint8)
+        os.close(made.descriptor)
+
+
+class Child:
+    """Another one, in a process of its own, within `with`."""
+
+    def __init__(self, transport: str, other: int, port: int = 0) -> None:
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, transport, str(port), str(other)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        line = self.process.stdout.readline() if ready else b""
+        if not line:
+            self.__exit__()
+            raise AssertionError("the other engine has not started")
+        self.port = int(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+async def _work(me: Half, other: int) -> None:
+    """What an engine does all day."""
+    chance = random.Random()
+    while True:
+        keys = chain(me.number, chance.randrange(CHAINS))
+        await me.store(keys, chance.choice(("", f"r{chance.randrange(4)}")))
+        whom = PeerSource("127.0.0.1", other, f"q{chance.randrange(100)}")
+        await me.load(chain(0, chance.randrange(CHAINS)), whom)
+
+
+async def _main(transport: str, port: int, other: int) -> None:
+    async with half(transport, 1, port) as me:
+        sys.stdout.write(f"{me.tier.address.port}\n")
+        sys.stdout.flush()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(0, ended.set)
+        working = [loop.create_task(_work(me, other)) for _ in range(2)]
+        await ended.wait()
+        for task in working:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
