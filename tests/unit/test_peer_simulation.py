@@ -15,7 +15,7 @@ import pytest
 
 from tiering.peers import auth, session
 from tiering.peers.auth import Seals
-from tiering.peers.calls import Guest, Peer
+from tiering.peers.calls import Peer
 from tiering.peers.rounds import Asked, Round
 from tiering.peers.session import Event, Session
 from tiering.residency.holds import Holds
@@ -63,7 +63,7 @@ def test_everything_has_struck_at_every_step() -> None:
         run_seeds(EACH[0])
     assert {fault for fault, _ in strikes} == {fault.value for fault in Fault}
     assert {step for _, step in strikes} >= set(STEPS)
-    if sum(strikes.values()) > 4000:  # of all of them
+    if sum(strikes.values()) > 3000:  # of all of them
         killed_or_stopped = {step for fault, step in strikes if fault in ("kill -9", "stop")}
         assert killed_or_stopped >= set(STEPS)
         assert {step for fault, step in strikes if fault == "lose"} >= set(MESSAGES)
@@ -190,19 +190,6 @@ def strangers_are_no_strangers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "refusal", lambda dialling, dialled: None)
 
 
-def what_is_told_is_told_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    """An end that is noticed while something is said comes before what had happened before."""
-
-    def after(self: Guest, events: list[Event]) -> None:
-        self.flush()
-        for event in events:
-            self._happened(event)
-            if isinstance(event, session.Over):
-                self.over = event
-
-    patch.setattr(Guest, "_after", after)
-
-
 def whoever_waits_is_answered_though_gone(patch: pytest.MonkeyPatch) -> None:
     def has_come(self: Serving, keys: Sequence[bytes]) -> None:
         for guest, visit in list(self._visits.items()):
@@ -229,14 +216,13 @@ def pins_are_of_no_use(patch: pytest.MonkeyPatch) -> None:
         (silence_is_not_noticed, "left over|is out for|does not work"),
         (greetings_are_waited_for, "is out for|left over"),
         (answers_are_waited_for, "is out for|left over"),
-        (any_answer_will_do, "unhandled errors|left over"),
+        (any_answer_will_do, "wrong bytes|unhandled errors|left over"),
         (visits_outlive_their_guests, "visits of"),
         (links_outlive_their_sessions, "links to"),
         (tokens_outlive_their_sessions, "tokens for"),
         (a_fetch_is_not_ended, "kept though it was fetched"),
         (seals_are_not_looked_at, "stranger"),
         (strangers_are_no_strangers, "stranger"),
-        (what_is_told_is_told_out_of_order, "KeyError"),
         (whoever_waits_is_answered_though_gone, "KeyError"),
         (pins_are_of_no_use, "pin was given back|IllegalTransition"),
     ],

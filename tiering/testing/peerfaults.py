@@ -7,13 +7,13 @@ as it arrives, or when it has been taken in.
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from tiering.peers.messages import LIMITS_BYTES, Message
 from tiering.peers.session import Session
@@ -164,16 +164,20 @@ class PeerFaults:
             case Fault.STOP:
                 one.process.stop()
                 self._stopped.append(one)
-                net.loop.call_later(chance.choice(STOP_SECONDS), one.process.go_on)
+                self._later(chance.choice(STOP_SECONDS), one.process.go_on)
             case Fault.CUT:
                 net.cut(one, other)
             case Fault.STALL:
                 net.stall(one, other, chance.choice(STALL_SECONDS))
             case Fault.REPEAT:
                 self._is_repeating = True
-                net.loop.call_later(chance.choice(STALL_SECONDS), partial(self._repeat_no_more))
+                self._later(chance.choice(STALL_SECONDS), self._repeat_no_more)
             case _:
                 raise AssertionError(fault)
+
+    def _later(self, seconds: float, undo: Callable[[], None]) -> None:
+        # Of no process: it may be one that is stopped in which this is called.
+        self._net.loop.call_later(seconds, undo, context=contextvars.Context())
 
     def _repeat_no_more(self) -> None:
         self._is_repeating = False

@@ -50,6 +50,8 @@ REQUESTS_MAX = 12
 CALM_SECONDS_MAX = LOAD_SECONDS_MAX + 2 * (PATIENCE.pin_seconds_max + LIMITS.unbound_store_seconds)
 AGAIN_SECONDS_MAX = 200.0
 """Longer than who refused us is left alone for."""
+RUN_SECONDS_MAX = 10_000.0
+"""Of the loop's time, for a whole run: one that hangs is a failure."""
 TRACE_LINES_KEPT = 60
 Work = Callable[[], Coroutine[Any, Any, object]]
 PLACES = [Address("10.0.0.1", 5700), Address("10.0.0.2", 5700), Address("10.0.0.2", 5701)]
@@ -126,7 +128,8 @@ class PeerSimulation:
         self._loop.set_exception_handler(lambda _, told: self._failures.append(_error_of(told)))
         try:
             with self._net.installed(), repeating(self._faults):
-                await self._main()
+                async with asyncio.timeout(RUN_SECONDS_MAX):
+                    await self._main()
         finally:
             # What is stopped would hold up the end of the loop, and hide why it ended.
             for engine in [*self._engines.values(), *self._dead]:
@@ -163,7 +166,8 @@ class PeerSimulation:
         chance = random.Random(f"{self._seed} engine {self._numbers}")
         engine = PeerEngine(terms, name, self._net, self._rows, chance)
         self._engines[terms.at] = engine
-        await engine.begin()
+        with suppress(_Died):
+            await _unless_dead(engine, engine.begin())
         self._tell("begin", name)
 
     async def _act(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from tiering.testing.simloop import SimLoop
@@ -53,7 +54,7 @@ class Process:
         self.is_dead = False
         self.is_stopped = False
         self.held: list[_Turn] = []
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in order
         self._loop = loop
         self._stopped_at = 0.0
         self._stopped_seconds = 0.0
@@ -98,7 +99,7 @@ class Process:
         """End what is left of a dead process, when nobody looks at it any more."""
         self.let_go()
         while self.tasks:
-            for task in self.tasks:
+            for task in list(self.tasks):
                 task.cancel()
             await asyncio.wait(set(self.tasks))
 
@@ -162,8 +163,9 @@ class ProcessLoop(SimLoop):
         context = options.get("context")
         process = _CURRENT.get() if context is None else context.get(_CURRENT)
         if process is not None:
-            process.tasks.add(task)
-            task.add_done_callback(process.tasks.discard, context=contextvars.Context())
+            process.tasks[task] = None
+            forget = partial(process.tasks.pop, task)
+            task.add_done_callback(lambda _: forget(None), context=contextvars.Context())
         return task
 
 
