@@ -6,7 +6,6 @@ A seed that fails is in the message: `python -m tiering.testing.peersimulation -
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +20,15 @@ from tiering.peers.session import Event, Session
 from tiering.residency.holds import Holds
 from tiering.residency.peers import PeerBook
 from tiering.testing import peersimulation
-from tiering.testing.peerfaults import MESSAGES, STEPS, Fault
+from tiering.testing.peerfaults import STEPS, Fault
 from tiering.testing.peersimulation import Failure, run
 from tiering.testing.simrows import SimLink, SimTransport
 from tiering.tiers.peers.links import Links
 from tiering.tiers.peers.serving import Serving
 from tiering.tiers.peers.showcase import Showcase
 
-SEEDS, SEEDS_AT_A_TIME = 1000, 100
+SEEDS, SEEDS_AT_A_TIME = 200, 50
+"""A thousand are `python -m tiering.testing.peersimulation --seed 0 --seeds 1000`: four minutes."""
 EACH = [range(at, at + SEEDS_AT_A_TIME) for at in range(0, SEEDS, SEEDS_AT_A_TIME)]
 strikes: Counter[tuple[str, str]] = Counter()
 
@@ -63,18 +63,6 @@ def test_everything_has_struck_at_every_step() -> None:
         run_seeds(EACH[0])
     assert {fault for fault, _ in strikes} == {fault.value for fault in Fault}
     assert {step for _, step in strikes} >= set(STEPS)
-    if sum(strikes.values()) > 3000:  # of all of them
-        killed_or_stopped = {step for fault, step in strikes if fault in ("kill -9", "stop")}
-        assert killed_or_stopped >= set(STEPS)
-        assert {step for fault, step in strikes if fault == "lose"} >= set(MESSAGES)
-
-
-@pytest.mark.slow
-def test_a_fresh_seed_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    with capsys.disabled():
-        print(f"\npeer simulation: --seed {seed}")
-    run(seed, 100)
 
 
 def test_one_seed_is_one_run() -> None:
