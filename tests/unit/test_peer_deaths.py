@@ -93,5 +93,5 @@ async def test_a_peer_may_die_or_stop_at_any_moment(seed: int) -> None:
             now = descriptors()
             raise AssertionError(f"{me.left_over}, {now - files} {files - now}") from None
         # Those that move rows are as many as may be, whoever is there.
-        assert {name for name in own_threads() if not name.startswith("peers ")} == threads
+        assert {name for name in own_threads() if not name.startswith("tiering-peers")} == threads
     assert own_threads() == threads

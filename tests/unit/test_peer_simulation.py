@@ -204,7 +204,7 @@ def pins_are_of_no_use(patch: pytest.MonkeyPatch) -> None:
         (silence_is_not_noticed, "left over|is out for|does not work"),
         (greetings_are_waited_for, "is out for|left over"),
         (answers_are_waited_for, "is out for|left over"),
-        (any_answer_will_do, "wrong bytes|unhandled errors|left over"),
+        (any_answer_will_do, "wrong bytes|unhandled errors|left over|is not open"),
         (visits_outlive_their_guests, "visits of"),
         (links_outlive_their_sessions, "links to"),
         (tokens_outlive_their_sessions, "tokens for"),
