@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ from tiering.tiers.host import Region, region_name
 from tiering.wiring import build_tiers
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.control import Spread
+from tiering_benchmarks.objects import rclone
 from tiering_benchmarks.serve_run import cpu_seconds
 from tiering_benchmarks.tiers import own_directory
 from tiering_benchmarks.tiers_run import Plan, WrongAnswer
 from tiering_benchmarks.tiers_sides import namespace
 
 NONE, THREAD, PROCESS = "none", "thread", "process"
+OBJ = "obj"
 LOOPS = (NONE, THREAD, PROCESS)
 
 DEADLINE_SECONDS = 120.0
@@ -230,13 +232,15 @@ def measure(name: str, entry: dict[str, Any], sizes: Sizes, rounds: int) -> Samp
     """A side, from its start to its end. The first tenth of the steps is not measured."""
     latencies: list[float] = []
     pids: list[int] = []
+    others = set(_children())
     gap = sizes.gap_us / 1e6
     cpu = 0.0
     with opened(name, entry, sizes.plan) as turn:
         before = moved = 0
         for number in range(-(sizes.steps // 10), sizes.steps):
             if number == 0:
-                pids = [os.getpid(), *_children()]
+                # A store that was started is another machine's in earnest.
+                pids = [os.getpid(), *(set(_children()) - others)]
                 before, cpu, start = moved, cpu_seconds(pids), time.perf_counter()
             begun = time.perf_counter()
             time.sleep(gap)
@@ -334,9 +338,11 @@ def _run(args: argparse.Namespace) -> int:
         if side not in LOOPS:
             raise ConfigError("--sides", side, "is no side", f"write some of {', '.join(LOOPS)}")
     plan = sizes.plan
-    with own_directory(Path(args.dir or os.getcwd()), 2 * plan.capacity_bytes) as directory:
+    with ExitStack() as stack:
+        parent = Path(args.dir or os.getcwd())
+        directory = stack.enter_context(own_directory(parent, 2 * plan.capacity_bytes))
         machine = report.machine(directory)
-        entry = _entry(args, directory, plan)
+        entry = _entry(args, directory, plan, stack)
         try:
             samples = run(entry, sizes, sides)
         except WrongAnswer as error:
@@ -357,12 +363,20 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _entry(args: argparse.Namespace, directory: Path, plan: Plan) -> dict[str, Any]:
-    """The tier, as an entry of secondary_tiers."""
+def _entry(
+    args: argparse.Namespace, directory: Path, plan: Plan, stack: ExitStack
+) -> dict[str, Any]:
+    """The tier, as an entry of secondary_tiers. `stack` ends what it needs."""
+    if args.tier == OBJ:
+        bucket = stack.enter_context(rclone(directory))
+        store = {"bucket": bucket.name, "endpoint_override": bucket.endpoint}
+        store |= {"access_key": bucket.access_key, "secret_key": bucket.secret_key}
+        return {"type": OBJ, "store_config": store, "io_threads": plan.batch}
     if args.tier is not None:
         entry = load_json(args.tier, "--tier")
         if not isinstance(entry, dict):
-            raise ConfigError("--tier", args.tier, "is no object", 'write {"type": ...}')
+            remedy = 'write {"type": ...}, or obj'
+            raise ConfigError("--tier", args.tier, "is no object", remedy)
         return entry
     return {
         "type": "fs",
@@ -382,7 +396,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     usual = Sizes()
     parser.add_argument("--dir", help="write under a fresh directory in this one; default: here")
     parser.add_argument("--layout", choices=("files", "segments"), default="files")
-    parser.add_argument("--tier", help="an entry of secondary_tiers in JSON, instead of a disk")
+    parser.add_argument(
+        "--tier",
+        help="instead of a disk: an entry of secondary_tiers in JSON, or obj, for a bucket of an "
+        "rclone that is started",
+    )
     parser.add_argument("--sides", default=",".join(LOOPS), help="which to measure")
     parser.add_argument("--steps", type=int, default=usual.steps, help="of a side in each repeat")
     parser.add_argument("--repeats", type=int, default=usual.repeats, help="of all sides")

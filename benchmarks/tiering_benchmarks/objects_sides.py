@@ -108,7 +108,7 @@ class Ours(_Looped):
             raise
 
     def about(self) -> str:
-        return f"aiohttp {version('aiohttp')}, aiobotocore {version('aiobotocore')}"
+        return f"credentials by aiobotocore {version('aiobotocore')}"
 
     def put(self, items: Sequence[Item], jobs: int) -> None:
         async def one(item: Item) -> None:

@@ -35,6 +35,17 @@ def test_it_measures_every_side_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_bucket_is_measured_over_a_server_that_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--quick", "--json", "--sides", "thread", "--dir", str(tmp_path), "--tier", "obj"]
+    assert main(["loop", *given]) == 0
+    (samples,) = json.loads(capsys.readouterr().out)["samples"]
+    assert samples["thread"]["moved_bytes"] > 0
+    assert not list(tmp_path.iterdir())
+
+
 def samples_of(p50: float, thread: float, process: float) -> dict[str, loop.Sample]:
     values = {loop.NONE: p50, loop.THREAD: thread, loop.PROCESS: process}
     return {name: loop.Sample(v, 2 * v, 3 * v, 10**6, 1.0, 2.0) for name, v in values.items()}

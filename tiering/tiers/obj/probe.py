@@ -12,8 +12,6 @@ import socket
 import ssl
 from contextlib import suppress
 
-import aiohttp
-
 from tiering.clock import Clock
 from tiering.config.obj import BucketConfig
 from tiering.config.problems import ABSENT, Shown
@@ -115,11 +113,11 @@ class _Cause:
     async def of_failure(self, error: StoreError) -> ConfigError:
         """No answer came at all."""
         cause = error.__cause__
-        if isinstance(cause, aiohttp.ClientConnectorCertificateError):
-            return self._bad_certificate(cause.certificate_error)
-        if isinstance(cause, aiohttp.ClientConnectorDNSError):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return self._bad_certificate(cause)
+        if isinstance(cause, socket.gaierror):
             return self.unreachable("is a name that this machine cannot resolve")
-        if _is_refused(cause):
+        if isinstance(cause, ConnectionRefusedError):
             return self.unreachable(f"cannot be reached: {error}")
         return await self.of_silence(f"gives no answer: {error}")
 
@@ -190,7 +188,7 @@ class _Cause:
             case _:
                 raise self.unreachable(f"refuses to list the bucket: {told}")
 
-    def _bad_certificate(self, error: Exception) -> ConfigError:
+    def _bad_certificate(self, error: ssl.SSLCertVerificationError) -> ConfigError:
         told = getattr(error, "verify_message", "") or str(error)
         remedy = "name a file with the certificate of the authority that signed it, in PEM"
         if self._config.ca_bundle:
@@ -219,11 +217,6 @@ class _Cause:
     def _port(self) -> int:
         _, _, port = self._config.endpoint_override.removeprefix(self._config.host).rpartition(":")
         return int(port) if port else {"http": 80, "https": 443}[self._config.scheme]
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    found = getattr(error, "os_error", error)
-    return isinstance(found, ConnectionRefusedError | socket.gaierror)
 
 
 async def _speaks(host: str, port: int, tls: bool) -> bool:

@@ -1,96 +1,40 @@
-"""Requests to one bucket over aiohttp: signed, timed, counted, and with bodies that are not joined.
+"""Requests to one bucket: signed, timed, counted, each over a connection of its own for that time.
 
-Requests do not go through aiobotocore's client, which takes 2 ms of CPU for each and holds up the
-loop for 40 to 200 ms to read a page of a listing; the signatures are botocore's. What is sent is
-not copied here, though asyncio keeps a copy of what a socket does not take at once before Python
-3.12. What comes is copied once, from what aiohttp received, as it takes no buffers of others.
-A connection whose request did not end well is cut off, or it would go on to send from the buffers.
-Used from one loop. Raises StoreError and its kinds only.
+Neither aiobotocore's client nor aiohttp carries them: the one takes 2 ms of CPU for a request and
+holds up the loop for 40 to 200 ms to read a page of a listing, the other half a millisecond, and
+copies of all that it moves. Connections are kept for a while when idle. What fails is called by
+what it means for the store. Used from one loop. Raises StoreError and its kinds only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import ipaddress
+import os
+import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from typing import Any
-from urllib.parse import quote
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
-import aiohttp
-from aiohttp.connector import Connection
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
 from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
-from yarl import URL
 
+from tiering.clock import UnixClock
 from tiering.config.obj import BucketConfig
+from tiering.tiers.obj.answering import Answering, NoHttpError
+from tiering.tiers.obj.connection import Connection, StaleError, StalledError
 from tiering.tiers.obj.credentials import Keys
 from tiering.tiers.obj.dialect import Answer
-from tiering.tiers.obj.store import LengthError, NotNowError, StoreError
+from tiering.tiers.obj.signing import Signer
+from tiering.tiers.obj.store import NotNowError, StoreError
 
-# The first goes out in one piece with the head, for which the two are joined.
-_FIRST_PART_BYTES = 16 << 10
-_PART_BYTES = 1 << 20
-_RECEIVED_BYTES = 1 << 20
-# Of what is kept of an answer: a page of 1,000 of the longest names is half of that.
-_BODY_BYTES_MAX = 8 << 20
 _KEPT_SECONDS = 12.0
-# It writes the session token into its log.
-_SIGNER_LOG = "botocore.auth"
+_PORTS = {"http": 80, "https": 443}
 
 
-class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Leaves the body out of the signature, so that it is not read twice."""
-
-    def payload(self, request: AWSRequest) -> str:
-        del request
-        return "UNSIGNED-PAYLOAD"
-
-
-class _Sent:
-    """The buffers of a body, in parts, from the start again for each connection it is sent over.
-    `limit` is put off by what is taken."""
-
-    def __init__(self, body: Sequence[memoryview], seconds: float, limit: asyncio.Timeout) -> None:
-        self._body = body
-        self._seconds = seconds
-        self._limit: asyncio.Timeout | None = limit
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        now = asyncio.get_running_loop().time
-        part_bytes = _FIRST_PART_BYTES
-        for view in self._body:
-            rest = view.cast("B")
-            while rest:
-                if self._limit is None:
-                    return
-                self._limit.reschedule(now() + self._seconds)
-                yield rest[:part_bytes]
-                rest, part_bytes = rest[part_bytes:], _PART_BYTES
-        if self._limit is not None:
-            # From here on aiohttp waits no longer than that for the answer.
-            self._limit.reschedule(None)
-
-    def end(self) -> None:
-        """Touch no buffer any more."""
-        self._limit = None
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Tells who asks for a connection by which transport it is, in the list that `_HELD` is."""
-
-    async def connect(self, *given: Any, **named: Any) -> Connection:
-        connection = await super().connect(*given, **named)
-        if connection.transport is not None:
-            _HELD.get().append(connection.transport)
-        return connection
-
-
-_HELD: ContextVar[list[asyncio.Transport]] = ContextVar("_HELD")
+class NoConnectionError(NotNowError):
+    """Nothing could be asked; `__cause__` is why."""
 
 
 class Wire:
@@ -99,38 +43,31 @@ class Wire:
     def __init__(self, config: BucketConfig, region: str) -> None:
         self._base = config.base_url
         self.region = region
-        self._read_seconds = config.read_timeout_seconds
-        self._proxy = get_environ_proxies(self._base).get(config.scheme)
         self._config = config
-        self._session: aiohttp.ClientSession | None = None
+        proxy = get_environ_proxies(self._base).get(config.scheme)
+        self._proxy = urlsplit(proxy) if proxy else None
+        self._signer = Signer(region, UnixClock())
+        self._tls: ssl.SSLContext | None = None
+        self._last_address = ""
+        self._idle: list[Connection] = []
+        self._is_open = False
         self.requests = dict.fromkeys(("get", "put", "list", "delete", "multipart"), 0)
 
     async def open(self) -> None:
         """Reads certificates; StoreError where `ca_bundle` cannot be."""
-        logging.getLogger(_SIGNER_LOG).setLevel(logging.INFO)
-        context: ssl.SSLContext | bool = True
-        if self._config.scheme == "https":
-            context = await asyncio.to_thread(_tls, self._config.ca_bundle)
-        timeout = aiohttp.ClientTimeout(
-            total=None,
-            # With the name's resolution and TLS. Nothing waits for a connection of another's.
-            connect=self._config.connect_timeout_seconds,
-            sock_read=self._read_seconds,
-        )
-        self._session = aiohttp.ClientSession(
-            connector=_Connector(limit=0, ssl=context, keepalive_timeout=_KEPT_SECONDS),
-            timeout=timeout,
-            headers={"Accept-Encoding": "identity", "User-Agent": "kv-tiering"},
-            skip_auto_headers=("Content-Type", "Accept"),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=_RECEIVED_BYTES,
-        )
+        proxy_tls = self._proxy is not None and self._proxy.scheme == "https"
+        if self._config.scheme == "https" or proxy_tls:
+            self._tls = await asyncio.to_thread(_tls, self._config.ca_bundle)
+        self._is_open = True
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        self._is_open = False
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        if idle:
+            # They are told of their end in the loop's next turn.
+            await asyncio.sleep(0)
 
     async def exchange(
         self,
@@ -146,73 +83,171 @@ class Wire:
     ) -> Answer:
         """Send one request and return what came. `into`: where the body of status 200 goes, which
         is as long as they are together or a LengthError; else it is kept."""
-        if self._session is None:
+        if not self._is_open:
             raise StoreError("the object store is closed")
-        url = self._url(name, query)
         self.requests[count_as or method.lower()] += 1
-        length = sum(view.nbytes for view in body)
-        signed = self._signed(keys, method, url, headers or {})
-        if method in ("PUT", "POST"):
-            signed["Content-Length"] = str(length)
-        try:
-            async with asyncio.timeout(None) as limit, _held() as transports:
-                sent = _Sent(body, self._read_seconds, limit)
-                try:
-                    response = await self._session.request(
-                        method,
-                        URL(url, encoded=True),
-                        headers=signed,
-                        data=sent if length else None,
-                        allow_redirects=False,
-                        proxy=self._proxy,
-                    )
-                    try:
-                        answer = await _received(response, into)
-                    except BaseException:
-                        response.close()
-                        raise
-                finally:
-                    sent.end()
-                if any(transport.get_write_buffer_size() for transport in transports):
-                    # Answered before all was sent, and the rest is not to be.
-                    response.close()
-                    _cut_off(transports)
-                else:
-                    response.release()
-                return answer
-        except (aiohttp.ClientError, OSError) as error:
-            raise _failed(f"{method} {name}".rstrip(), self._config, error) from error
-
-    def _url(self, name: str, query: Sequence[tuple[str, str]]) -> str:
+        length = sum(view.nbytes for view in body) if method in ("PUT", "POST") else None
         told = "&".join(f"{key}={quote(value, safe='-_.~')}" for key, value in sorted(query))
-        return f"{self._base}{quote(name, safe='/-_.~')}" + (f"?{told}" if told else "")
+        head = self._head(keys, method, name, told, headers or {}, length)
+        asked = f"{method} {name}".rstrip()
+        # A kept connection may have ended by the time it is used, and the store has seen nothing
+        # then. What may be done twice is asked once more.
+        for kept in (True, False) if method != "POST" else (False,):
+            try:
+                return await self._ask(asked, head, body, into, kept)
+            except StaleError:
+                continue
+        raise NotNowError(f"{asked}: {self._config.endpoint} ended the connection")
 
-    def _signed(
-        self, keys: Keys, method: str, url: str, headers: Mapping[str, str]
-    ) -> dict[str, str]:
-        request = AWSRequest(method=method, url=url, headers=dict(headers))
-        _Signer(keys, "s3", self.region).add_auth(request)
-        return dict(request.headers.items())
+    async def _ask(
+        self,
+        asked: str,
+        head: bytes,
+        body: Sequence[memoryview],
+        into: Sequence[memoryview] | None,
+        kept: bool,
+    ) -> Answer:
+        connection = self._taken() if kept else None
+        where = f"{asked}: {self._config.endpoint}"
+        if connection is None:
+            connection = await self._connected(where)
+        seconds = self._config.read_timeout_seconds
+        try:
+            return await connection.exchange(head, body, Answering(into), seconds)
+        except StalledError:
+            raise NotNowError(f"{where} moved no byte for {seconds:g} s") from None
+        except NoHttpError as error:
+            raise NotNowError(f"{where} {error}") from None
+        except OSError as error:
+            told = type(error).__name__
+            raise NotNowError(f"{where} ended the connection ({told})") from error
+        finally:
+            self._give_back(connection)
+
+    def _taken(self) -> Connection | None:
+        """The one used last, which is the least likely to have been closed."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_free:
+                return connection
+        return None
+
+    def _give_back(self, connection: Connection) -> None:
+        if connection.is_free and self._is_open:
+            self._idle = [each for each in self._idle if each.is_free]
+            self._idle.append(connection)
+            connection.rest(_KEPT_SECONDS)
+        else:
+            connection.close()
+
+    async def _connected(self, where: str) -> Connection:
+        """A new one, by way of a proxy where the environment names one."""
+        seconds = self._config.connect_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                if self._proxy is None:
+                    base = urlsplit(self._base)
+                    return await self._opened(base)
+                return await self._through(self._proxy)
+        except TimeoutError as error:
+            told = f"{where} takes no connection within {seconds:g} s"
+            raise NoConnectionError(told) from error
+        except ssl.SSLCertVerificationError as error:
+            told = f"{where} has a certificate that is not accepted: {error.verify_message}"
+            raise StoreError(told) from error
+        except (OSError, NoHttpError) as error:
+            raise NoConnectionError(f"{where} cannot be reached: {_reason(error)}") from error
+
+    async def _opened(self, to: SplitResult) -> Connection:
+        """The address that took the last one is tried first, and each has a share of the time:
+        asyncio's race between addresses leaves sockets open where it is cancelled."""
+        host, port = to.hostname or "", to.port or _PORTS[to.scheme]
+        is_tls = to.scheme == "https"
+        addresses = await _addresses(host, port)
+        addresses.sort(key=lambda each: each != self._last_address)
+        loop = asyncio.get_running_loop()
+        for number, address in enumerate(addresses, 1):
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_seconds / len(addresses)):
+                    _, connection = await loop.create_connection(
+                        Connection,
+                        address,
+                        port,
+                        ssl=self._tls if is_tls else None,
+                        server_hostname=host if is_tls else None,
+                    )
+            except ssl.SSLError:
+                raise
+            except OSError:
+                if number == len(addresses):
+                    raise
+            else:
+                self._last_address = address
+                return connection
+        raise OSError(f"{host} has no address")
+
+    async def _through(self, proxy: SplitResult) -> Connection:
+        connection = await self._opened(proxy)
+        if self._config.scheme == "http":
+            return connection
+        to = urlsplit(self._base)
+        address = f"{to.hostname}:{to.port or _PORTS['https']}"
+        head = f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{_proxy_header(proxy)}\r\n"
+        seconds = self._config.connect_timeout_seconds
+        try:
+            answering = Answering(None, has_body=False)
+            answer = await connection.exchange(head.encode(), (), answering, seconds)
+            if answer.status != 200 or self._tls is None:
+                raise NoHttpError(f"the proxy answers {answer.status}")
+            await connection.start_tls(self._tls, to.hostname or "", seconds)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _head(
+        self,
+        keys: Keys,
+        method: str,
+        name: str,
+        query: str,
+        given: Mapping[str, str],
+        length: int | None,
+    ) -> bytes:
+        """Signed. StoreError where a line of it would be two."""
+        base = urlsplit(self._base)
+        path = base.path + quote(name, safe="/-_.~")
+        host = base.netloc.removesuffix(f":{_PORTS[base.scheme]}")
+        headers = self._signer.headers(keys, method, host, path, query, given)
+        headers |= {"Accept-Encoding": "identity", "User-Agent": "kv-tiering"}
+        if length is not None:
+            headers["Content-Length"] = str(length)
+        target = f"{path}?{query}" if query else path
+        extra = ""
+        if self._proxy is not None and base.scheme == "http":
+            target = f"{base.scheme}://{base.netloc}{target}"
+            extra = _proxy_header(self._proxy)
+        lines = [f"{method} {target} HTTP/1.1", *map(": ".join, headers.items())]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise StoreError("a credential or the region has a line break in it; correct it")
+        return ("\r\n".join(lines) + f"\r\n{extra}\r\n").encode()
 
 
-@asynccontextmanager
-async def _held() -> AsyncIterator[list[asyncio.Transport]]:
-    """The transports of the connections that are asked for meanwhile; cut off if that fails."""
-    transports: list[asyncio.Transport] = []
-    before = _HELD.set(transports)
+async def _addresses(host: str, port: int) -> list[str]:
     try:
-        yield transports
-    except BaseException:
-        _cut_off(transports)
-        raise
-    finally:
-        _HELD.reset(before)
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def _cut_off(transports: Sequence[asyncio.Transport]) -> None:
-    """Closing would wait until a store that takes nothing has taken the rest."""
-    for transport in transports:
-        transport.abort()
+def _proxy_header(proxy: SplitResult) -> str:
+    """What says to a proxy who asks; empty where its address has no name."""
+    if not proxy.username:
+        return ""
+    told = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return f"Proxy-Authorization: Basic {b64encode(told.encode()).decode()}\r\n"
 
 
 def _tls(ca_bundle: str) -> ssl.SSLContext:
@@ -228,71 +263,10 @@ def _tls(ca_bundle: str) -> ssl.SSLContext:
     return context
 
 
-async def _received(response: aiohttp.ClientResponse, into: Sequence[memoryview] | None) -> Answer:
-    headers = {name.lower(): value for name, value in response.headers.items()}
-    if into is not None and response.status == 200:
-        await _fill(response, into)
-        return Answer(response.status, headers)
-    parts: list[bytes] = []
-    left = _BODY_BYTES_MAX
-    async for part in _parts(response.content):
-        parts.append(part)
-        left -= len(part)
-        if left < 0:
-            raise StoreError(f"an answer is longer than {_BODY_BYTES_MAX} bytes")
-    return Answer(response.status, headers, b"".join(parts))
-
-
-async def _parts(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """As they were received, not joined. aiohttp's own `iter_chunks` never ends with the second
-    body that is empty."""
-    while not content.at_eof():
-        part, _ = await content.readchunk()
-        if part:
-            yield part
-
-
-async def _fill(response: aiohttp.ClientResponse, into: Sequence[memoryview]) -> None:
-    """The body into the buffers; LengthError where it does not fit them exactly."""
-    want = sum(view.nbytes for view in into)
-    if response.content_length not in (None, want):
-        raise LengthError(f"an object is {response.content_length} bytes long, not {want}")
-    views = iter([view.cast("B") for view in into])
-    view, at, got = memoryview(b""), 0, 0
-    try:
-        async for part in _parts(response.content):
-            got += len(part)
-            if got > want:
-                break
-            rest = memoryview(part)
-            while rest:
-                if at == len(view):
-                    view, at = next(views), 0
-                fits = min(len(rest), len(view) - at)
-                view[at : at + fits] = rest[:fits]
-                rest, at = rest[fits:], at + fits
-    except aiohttp.ClientPayloadError as error:
-        raise LengthError(f"the body of an object ended after {got} of {want} bytes") from error
-    if got != want:
-        raise LengthError(f"the body of an object has {got} bytes, not {want}")
-
-
-def _failed(asked: str, config: BucketConfig, error: Exception) -> StoreError:
-    """What a failure of the connection means. The text of the library's may hold all of a header,
-    so only its kind is told."""
-    where = f"{asked}: {config.endpoint}"
-    match error:
-        case aiohttp.ClientConnectorCertificateError():
-            reason = error.certificate_error
-            told = getattr(reason, "verify_message", "") or type(reason).__name__
-            return StoreError(f"{where} has a certificate that is not accepted: {told}")
-        case aiohttp.ConnectionTimeoutError():
-            seconds = config.connect_timeout_seconds
-            return NotNowError(f"{where} takes no connection within {seconds:g} s")
-        case TimeoutError():
-            return NotNowError(f"{where} moved no byte for {config.read_timeout_seconds:g} s")
-        case aiohttp.ClientConnectorError():
-            reason_text = error.os_error.strerror or type(error.os_error).__name__
-            return NotNowError(f"{where} cannot be reached: {reason_text}")
-        case _:
-            return NotNowError(f"{where} ended the connection ({type(error).__name__})")
+def _reason(error: Exception) -> str:
+    """In the system's words."""
+    if isinstance(error, socket.gaierror | ssl.SSLError):
+        return error.strerror or type(error).__name__
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
