@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from ports import free_port
 
 BUCKET, ACCESS_KEY, SECRET_KEY, REGION = "bucket", "testaccess", "testsecret-2f1c", "us-east-1"
 _START_SECONDS = 60.0
@@ -138,14 +139,6 @@ def moto(directory: Path) -> Iterator[Served]:
 
 
 SERVERS = {"rclone": rclone, "seaweed": seaweed, "moto": moto}
-
-
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def self_signed(directory: Path, name: str = "server") -> tuple[Path, Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
+import pytest
+
+from ports import free_port
 from process_scene import make_region, opened, until
 from tiering.config import P2pTierConfig
 from tiering.engine import Engine
@@ -20,13 +22,6 @@ from tiering.tiers.peers.making import build_peers
 from tiering.tiers.peers.source import PeerSource
 
 KEYS = [key_number(at) for at in range(3)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def has_of(port: int, folder: Path, transport: str) -> list[bytes]:
@@ -50,6 +45,7 @@ async def has_of(port: int, folder: Path, transport: str) -> list[bytes]:
         region.close()
 
 
+@pytest.mark.slow
 async def test_peers_have_what_is_in_host_memory_also_from_the_next_process(
     tmp_path: Path,
 ) -> None:

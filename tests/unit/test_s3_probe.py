@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from s3_servers import Served, free_port, rclone, self_signed, server_context
+from ports import free_port
+from s3_servers import Served, rclone, self_signed, server_context
 from scripted_s3 import Fault, ScriptedS3, slow_down
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError

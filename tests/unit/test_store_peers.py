@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
+from ports import free_port
 from tiering import ConfigError, KVLayout, P2pTierConfig, PeerSource, StoreConfig, TieredStore
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, block_tokens=16)
@@ -23,13 +23,6 @@ def config(port: int, model: str = "m", **keys: str) -> StoreConfig:
         secondary_tiers=[tier],
         load_deadline_seconds=5.0,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def page(number: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from inproc import (
     connector_config,
 )
 from offloading_inproc import OffloadingEngine, offloading_config
+from ports import free_port
 from prompts import BLOCK, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -67,13 +67,6 @@ class Engine:
         """For another engine's requests: this one as `role`."""
         peer = {"remote_host": self.host, "remote_port": self.port}
         return {role: {"kv_request_id": kv_request_id, **peer}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

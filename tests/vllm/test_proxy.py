@@ -4,7 +4,6 @@ twice."""
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from ports import free_port
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.client import Client
 from tiering_benchmarks.server import MODEL_NAME, VllmServer
@@ -64,13 +64,6 @@ def engines(make_server: ServerFactory) -> tuple[Engine, Engine]:
     with ThreadPoolExecutor() as threads:
         one, other = threads.map(start, [free_port(), free_port()])
     return one, other
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
