@@ -29,7 +29,7 @@ from tiering.errors import ConfigError
 from tiering.events import NoEvents
 from tiering.keys import chunk_key
 from tiering.portal import ThreadPortal
-from tiering.residency.plan import Outcome, Step, Survey, Verdict
+from tiering.residency.plan import Outcome, Release, Step, Survey, Verdict
 from tiering.wiring import build_core
 
 # After each call into the cache that is part of what is measured.
@@ -215,7 +215,7 @@ def _answers(steps: Sequence[Step], verdict: Verdict) -> list[Outcome]:
     return [
         Outcome(step.id, (verdict,) * len(step.keys))
         for step in steps
-        if not isinstance(step, Survey)
+        if not isinstance(step, Survey | Release)
     ]
 
 

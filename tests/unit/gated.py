@@ -27,6 +27,7 @@ from tiering.residency.plan import (
     News,
     Outcome,
     Promote,
+    Release,
     Removed,
     Show,
     Step,
@@ -37,7 +38,7 @@ from tiering.residency.plan import (
 
 GARBAGE = 0xDD
 GATHER, SCATTER = "gather", "scatter"
-_AT_ONCE = Touch | Survey | Show | Hide
+_AT_ONCE = Touch | Survey | Show | Hide | Release
 
 
 class GatedPortal:
@@ -68,7 +69,7 @@ class GatedPortal:
                 found = tuple(self.stored[step.tier])
                 self._outcomes += [Found(step.tier, found), Outcome(step.id, ())]
         # Nothing comes of these, and nobody waits for them.
-        hints = [step for step in steps if isinstance(step, Touch | Show | Hide)]
+        hints = [step for step in steps if isinstance(step, Touch | Show | Hide | Release)]
         self._outcomes += [Outcome(step.id, ()) for step in hints]
 
     def drain(self) -> list[News]:

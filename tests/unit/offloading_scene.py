@@ -36,8 +36,8 @@ class Context:
     """vLLM's ReqContext, as far as it is used."""
 
     req_id: str
-    kv_transfer_params: dict[str, Any] | None = None
     _offload_key_positions: dict[bytes, int] = field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None
 
     def get_offload_key_position(self, key: bytes) -> int | None:
         return self._offload_key_positions.get(key)

@@ -11,7 +11,7 @@ from mini_blocks import Request
 from mini_groups import BLOCK
 from mini_vllm import MiniVllm
 from tiering.peers.addresses import Address
-from tiering.residency.plan import Contains, Keep, Promote
+from tiering.residency.plan import Contains, Keep, Promote, Release
 from tiering.tiers.peers.source import PeerSource
 
 DISK, PEERS = 0, 1
@@ -128,6 +128,35 @@ def test_a_prefiller_is_not_asked_and_what_it_has_not_is_computed(chunks: int) -
     assert vllm.loaded_tokens["r"] == chunks * BLOCK
     assert isinstance(asked(vllm)[0], Promote)
     assert PeerSource.unpacked(asked(vllm)[0].peer).is_prefiller
+
+
+@pytest.mark.parametrize("chunks", [4, 2, 0])
+def test_a_prefiller_is_told_once_that_nothing_more_is_wanted(chunks: int) -> None:
+    vllm = engine()
+    stored_by_another(vllm, chunks)
+    vllm.add("r", range(TOKENS), outputs=4, remote_prefiller=PEER)
+
+    def told() -> list[Release]:
+        return [step for step in vllm.portal.submitted if isinstance(step, Release)]
+
+    for _ in range(20):
+        if told():
+            break
+        vllm.step()
+        vllm.release()
+    assert not vllm.finished, "it waits for that no longer than for its load"
+    (release,) = told()
+    assert PeerSource.unpacked(release.peer).kv_request_id == "7"
+    vllm.run()
+    assert len(told()) == 1
+
+
+def test_a_source_keeps_nothing_and_is_not_told() -> None:
+    vllm = engine()
+    stored_by_another(vllm, 2)
+    add(vllm, "r", remote_kv_source=PEER)
+    vllm.run()
+    assert not [step for step in vllm.portal.submitted if isinstance(step, Release)]
 
 
 def test_others_do_not_ask_the_peer() -> None:

@@ -191,6 +191,19 @@ async def test_what_nobody_fetches_is_not_kept_for_ever() -> None:
         assert has.tier.stats()["now_kept_chunks"] == 0
 
 
+async def test_what_is_not_wanted_any_more_is_not_kept() -> None:
+    has, wants = Engine(), Engine()
+    async with engines(has, wants):
+        has.show(range(4))
+        keeping = asyncio.create_task(has.tier.keep("r", KEYS[:4]))
+        whom = has.whom("r", is_prefiller=True)
+        wants.tier.release(whom)
+        assert wants.tier.stats()["now_peers"] == 0, "nobody is dialled for that"
+        assert await wants.tier.at(whom).read(KEYS[:1], buffers(1)) == [Read.HIT]
+        wants.tier.release(whom)
+        assert await keeping == [Read.HIT] + [Read.MISS] * 3
+
+
 async def test_what_another_request_fetches_does_not_end_the_wait() -> None:
     has, wants = Engine(limits=PeerLimits(unbound_store_seconds=0.5)), Engine()
     async with engines(has, wants):

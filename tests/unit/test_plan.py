@@ -13,10 +13,14 @@ from tiering.residency.plan import (
     Contains,
     Drop,
     Found,
+    Hide,
+    Keep,
     News,
     Outcome,
     Promote,
+    Release,
     Removed,
+    Show,
     Step,
     Survey,
     Touch,
@@ -32,6 +36,10 @@ STEPS: list[Step] = [
     Drop(4, 1, KEYS),
     Touch(5, 0, KEYS),
     Survey(6, 1),
+    Show(7, 1, KEYS, (3, 4), (9, 2**64 - 1)),
+    Hide(8, 1, KEYS),
+    Keep(9, 1, KEYS, "r"),
+    Release(10, 1, b"p"),
 ]
 NEWS: list[News] = [
     Outcome(1, tuple(Verdict)),
@@ -68,7 +76,7 @@ def test_every_step_can_fail(step: Step) -> None:
     outcome = failed(step)
     assert outcome.id == step.id
     assert set(outcome.verdicts) <= {Verdict.FAILED}
-    assert bool(outcome.verdicts) is not isinstance(step, Touch)
+    assert bool(outcome.verdicts) is not isinstance(step, Touch | Show | Hide | Release)
 
 
 def test_they_cannot_be_changed_on_the_way() -> None:

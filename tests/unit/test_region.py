@@ -306,7 +306,7 @@ def test_another_geometry_is_refused(tmp_path: Path, changed: dict[str, Any]) ->
 def test_another_version_or_size_is_refused(tmp_path: Path) -> None:
     with open_here(tmp_path) as region:
         region._mapped()[8] += 1
-        with pytest.raises(RegionError, match=r"\(3, 4, 4096, 3, 1000, 4\), this process .* \(2,"):
+        with pytest.raises(RegionError, match=r"\(4, 4, 4096, 3, 1000, 4\), this process .* \(3,"):
             open_here(tmp_path)
         region._mapped()[8] -= 1
         os.truncate(region.path, 2 * PAGE)

@@ -166,6 +166,11 @@ class ControlPlane:
         await peer.opened()
         return peer
 
+    def known(self, at: Address) -> Peer | None:
+        """The engine at `at`, if there is an open session with it; nobody is dialled."""
+        peer = self._directory.get(at)
+        return peer if peer is not None and peer.is_open else None
+
     def stats(self) -> ControlStats:
         self._stats.peers, self._stats.guests = len(self._directory), len(self._guests)
         return self._stats

@@ -30,6 +30,7 @@ from tiering.residency.plan import (
     News,
     Outcome,
     Promote,
+    Release,
     Show,
     Step,
     Survey,
@@ -114,6 +115,10 @@ class Transfers:
 
     async def _carry_out(self, step: Step) -> None:
         tier = self._tiers[step.tier]
+        if isinstance(step, Release):
+            self._of_peers(step.tier).release(step.peer)
+            self._report(Outcome(step.id, ()))
+            return
         if isinstance(step, Contains):
             await self._ask(step, self._source(step))
             return

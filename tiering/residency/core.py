@@ -114,6 +114,7 @@ class Residency:
         if (request := self._holds.get(owner)) is None:
             return
         self._touches.end(request)
+        self.peers.release(owner)
         for chain in request.chains.values():
             self._steps += self._cascades.want_again(chain)
         self.changes += self._holds.close(owner)

@@ -21,10 +21,12 @@ from tiering.residency.state import PinKind, SlotArray, Slots, SlotState
 
 @dataclass(slots=True)
 class Peer:
-    """Whom a request may have chunks from, and what of them it knows him to hold."""
+    """Whom a request may have chunks from, and what of them it knows him to hold. `keeps`: he has
+    pinned chunks for it, and waits to hear that it needs no more of them."""
 
     name: bytes
     known: Holdings
+    keeps: bool = False
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from tiering.residency.budget import LoadBudget
 from tiering.residency.holds import Holds, Peer
 from tiering.residency.index import HostIndex
 from tiering.residency.known import Everything, KnownKeys
-from tiering.residency.plan import Hide, Keep, Outcome, Show, Step
+from tiering.residency.plan import Hide, Keep, Outcome, Release, Show, Step
 from tiering_kernels.keytable import KeyBatch
 
 
@@ -37,19 +37,28 @@ class PeerBook:
         self._budget = budget
         self._next_id = next_id
         self._kept: dict[int, str] = {}
-        self._keeps: list[Step] = []
+        self._steps: list[Step] = []
 
     def name(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
         """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
         is not asked whether it holds them, and must say so when it does not."""
         if tier not in self._tiers:
             raise AssertionError(f"tier {tier} is not one of peers")
-        self._holds[owner].peers[tier] = Peer(peer, Everything() if has_all else KnownKeys())
+        known = Everything() if has_all else KnownKeys()
+        self._holds[owner].peers[tier] = Peer(peer, known, keeps=has_all)
 
     def ask(self, owner: str, peer: bytes, *, has_all: bool = False) -> None:
         """The same for every tier that is of peers."""
         for tier in self._tiers:
             self.name(owner, tier, peer, has_all=has_all)
+
+    def release(self, owner: str) -> None:
+        """The request needs nothing more of whom it named. Unknown owners are ignored."""
+        request = self._holds.get(owner)
+        for tier, peer in request.peers.items() if request is not None else ():
+            if peer.keeps:
+                peer.keeps = False
+                self._steps.append(Release(self._next_id(), tier, peer.name))
 
     def told(self, events: Sequence[Event]) -> list[Step]:
         """What peers are to know of `events`, which have just happened, and of what has been kept:
@@ -61,8 +70,8 @@ class PeerBook:
                     steps += self._of(tier, event)
             elif isinstance(event, ChunksCleared):
                 steps += [Hide(self._next_id(), tier, ()) for tier in self._tiers]
-        keeps, self._keeps = self._keeps, []
-        return steps + keeps
+        more, self._steps = self._steps, []
+        return steps + more
 
     def told_anew(self) -> list[Step]:
         """What peers are to know where nothing was said yet: the tiers have been made anew."""
@@ -75,7 +84,7 @@ class PeerBook:
         """For whoever has chunks of this engine for that request of the orchestrator's: all that
         there will be are those of `keys` that can be read now. They are pinned, as far as loads
         may, until they were fetched, or nobody has come."""
-        self._keeps += [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
+        self._steps += [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
 
     def _keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
         step_id = self._next_id()

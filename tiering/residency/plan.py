@@ -123,8 +123,17 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     kv_request_id: str
 
 
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """A request wants nothing more of `peer`, whom it had compute for it: what is kept for it there
+    need not be. Its outcome has no verdicts, and nobody waits for it."""
+
+    id: int
+    tier: int
+    peer: bytes
+
+
 OfKeys = Contains | Promote | Cascade | Drop | Touch | Show | Hide | Keep
-Step = OfKeys | Survey
+Step = OfKeys | Survey | Release
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
@@ -155,7 +164,7 @@ News = Outcome | Found | Removed
 
 def failed(step: Step) -> Outcome:
     """What becomes of a step that nobody can carry out."""
-    if isinstance(step, Touch | Show | Hide):
+    if isinstance(step, Touch | Show | Hide | Release):
         return Outcome(step.id, ())
     return Outcome(step.id, (Verdict.FAILED,) * (1 if isinstance(step, Survey) else len(step.keys)))
 

@@ -28,6 +28,7 @@ from tiering.residency.plan import (
     OfKeys,
     Outcome,
     Promote,
+    Release,
     Removed,
     Step,
     Survey,
@@ -181,7 +182,7 @@ class Ledger:
     def take_steps(self) -> list[Step]:
         steps = self._take_steps()
         for step in steps:
-            if isinstance(step, Touch | Survey):
+            if isinstance(step, Touch | Survey | Release):
                 self._hints.add(step.id)
                 continue
             self.out[step.id] = step

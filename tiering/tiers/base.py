@@ -149,6 +149,11 @@ class PeerTier(Tier):
         """The chunks of one peer; `peer` is what a request named. Does not wait."""
 
     @abstractmethod
+    def release(self, peer: bytes) -> None:
+        """Who named `peer` wants nothing more of him. A hint: without it, or if it is lost, he
+        keeps for a while what nobody fetches."""
+
+    @abstractmethod
     def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
         """Peers may read `keys` from `slots` of the host tier while these have `generations`."""
 

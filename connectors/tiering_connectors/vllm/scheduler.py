@@ -107,6 +107,7 @@ class SchedulerHalf:
         if not external_tokens:
             if not tracked.is_loading:
                 self._core.release(tracked.owner)
+                self._core.peers.release(tracked.owner)
             return
         end = tracked.local + external_tokens
         slots = self._finder.claim(tracked, end)
@@ -217,6 +218,7 @@ class SchedulerHalf:
                 (self._core.unfilled if job.has_failed else self._core.filled)(job.slots)
                 continue
             self._core.release(job.owner)
+            self._core.peers.release(job.owner)
             tracked = self._requests.get(job.owner)
             if tracked is not None:
                 tracked.is_loading = False

@@ -159,6 +159,11 @@ class PeersTier(PeerTier):
     def at(self, peer: bytes) -> Reading:
         return _AtPeer(self, PeerSource.unpacked(peer))
 
+    def release(self, peer: bytes) -> None:
+        whom = PeerSource.unpacked(peer)
+        if (found := self._running().known(whom.address)) is not None:
+            found.request_over(whom.kv_request_id)
+
     async def ask(self, whom: PeerSource, keys: Sequence[bytes]) -> list[ReadOutcome]:
         """Which of `keys` the peer has now."""
         try:

@@ -148,6 +148,9 @@ class MeteredPeerTier(MeteredTier, PeerTier):
     def at(self, peer: bytes) -> Reading:
         return _MeteredReading(self, self._peers.at(peer))
 
+    def release(self, peer: bytes) -> None:
+        self._peers.release(peer)
+
     def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
         self._peers.show(keys, slots, generations)
 

@@ -175,6 +175,7 @@ class OffloadingHalf:
         load = self._loads.pop(context.req_id, None)
         if load is not None:
             self._core.close(load.owner)
+            self._core.peers.release(context.req_id)
             self._lookups.next_step()
 
     # Stores
