@@ -164,6 +164,7 @@ def test_a_message_with_a_secret_shows_none() -> None:
         config=HUSH.encode(),
         namespace=example_namespace(),
         region_path="",
+        replica=0,
         levels=(0, 0),
         engine_pid=1,
     )
