@@ -215,6 +215,7 @@ async def test_what_another_request_fetches_does_not_end_the_wait() -> None:
         assert await keeping == [Read.MISS] * 2
 
 
+@pytest.mark.slow
 async def test_a_peer_that_is_not_there_fails_what_was_asked_of_him_only() -> None:
     has, wants = Engine(), Engine()
     async with engines(has, wants):
@@ -226,6 +227,7 @@ async def test_a_peer_that_is_not_there_fails_what_was_asked_of_him_only() -> No
         assert await peer.contains(KEYS[:2]) == [Read.HIT] * 2
 
 
+@pytest.mark.slow
 async def test_a_peer_that_ends_fails_and_leaves_no_link_and_is_dialled_anew() -> None:
     has, wants = Engine(), Engine()
     async with engines(has, wants):

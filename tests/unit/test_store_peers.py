@@ -61,6 +61,7 @@ async def test_a_source_of_another_model_is_a_miss(source: PeerSource) -> None:
         assert tier["lookups_failed"] == len(KEYS)
 
 
+@pytest.mark.slow
 async def test_a_source_that_is_not_there_is_a_miss() -> None:
     gone = PeerSource("127.0.0.1", free_port(), "r")
     async with TieredStore(config(free_port())) as store:

@@ -16,7 +16,7 @@ from tiering_benchmarks import demo
 if TYPE_CHECKING:
     from .conftest import ServerFactory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHUNKS = 20
 SERVED_CHUNK_BYTES = 128 << 10
