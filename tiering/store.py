@@ -31,7 +31,7 @@ from tiering.residency.state import SlotState
 from tiering.tiers.base import Tier
 from tiering.tiers.host import Region, region_name
 from tiering.tiers.peers.source import PeerSource
-from tiering.wiring import announced_tiers, build_core, build_tiers
+from tiering.wiring import announced_tiers, build_core, build_tiers, peer_tiers
 
 FLUSH_SECONDS = 60.0
 DRAIN_SECONDS = 10.0
@@ -105,6 +105,7 @@ class TieredStore:
         self._clock = clock or MonotonicClock()
         self._events = events or NoEvents()
         self._surveyed = () if events is None or tiers is not None else announced_tiers(config)
+        self._peers = () if tiers is not None else peer_tiers(config)
         self._own_tiers = tiers
         self._tiers: Sequence[Tier] = () if tiers is None else tiers
         self._stack = AsyncExitStack()
@@ -133,6 +134,7 @@ class TieredStore:
                 len(self._tiers),
                 self._clock,
                 self._surveyed,
+                self._peers,
                 region.generations(),
             )
             portal = LoopPortal(self._tiers, region.row, self._pump)

@@ -89,11 +89,12 @@ def build_core(
     tiers: int,
     clock: Clock | None = None,
     surveyed: Collection[int] = (),
+    peers: Collection[int] = (),
     generations: Generations | None = None,
 ) -> Residency:
     """The core over a host tier of `rows` slots and `tiers` secondary tiers, of which it has those
-    `surveyed` that somebody keeps an index of. `generations`: where peers see those of the slots,
-    one for each at least."""
+    `surveyed` that somebody keeps an index of, and `peers` that are of peers. `generations`: where
+    these see those of the slots, one for each at least."""
     return Residency(
         rows,
         tiers,
@@ -102,7 +103,7 @@ def build_core(
         config.load_deadline_seconds,
         _build_admission(config),
         surveyed,
-        peer_tiers(config),
+        peers,
         None if generations is None else generations[:rows],
     )
 

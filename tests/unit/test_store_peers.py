@@ -8,6 +8,8 @@ import pytest
 
 from ports import free_port
 from tiering import ConfigError, KVLayout, P2pTierConfig, PeerSource, StoreConfig, TieredStore
+from tiering.testing.memory import MemoryTier
+from tiering.tiers.base import Read
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, block_tokens=16)
 KEYS = LAYOUT.keys(range(16 * 8))
@@ -94,3 +96,11 @@ async def test_other_hosts_are_let_in_with_a_key_only() -> None:
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[0\]\.host = .*set auth to a file"):
         async with TieredStore(given):
             pass
+
+
+async def test_tiers_of_ones_own_take_the_place_of_peers_too() -> None:
+    own = MemoryTier()
+    async with TieredStore(config(free_port()), tiers=[own]) as store:
+        assert await store.save(KEYS[:2], [page(0), page(1)]) == 2
+        assert await store.flush()
+        assert await own.contains(KEYS[:2]) == [Read.HIT] * 2

@@ -98,8 +98,14 @@ class Opened:
         warning = hash_warning(namespace.hash_algorithm, namespace.hash_seed, names)
         if warning is not None:
             log.warning("%s", warning)
-        generations = region.generations() if peer_tiers(config) else None
-        core = build_core(config, slots, len(names), surveyed=surveyed, generations=generations)
+        core = build_core(
+            config,
+            slots,
+            len(names),
+            surveyed=surveyed,
+            peers=peer_tiers(config),
+            generations=region.generations(),
+        )
         return cls(core, portal)
 
     @property
