@@ -88,7 +88,7 @@ class MiniVllm:
         engine = Engine(self.core, self.portal, announcing)
         self.pauses = 0
         self.half = SchedulerHalf(
-            engine, geometry, prompt_only, self.clock, tier_kinds, announcing, self._pause, peers
+            engine, geometry, prompt_only, self.clock, tier_kinds, announcing, self._pause
         )
         self.devices, self.copiers, self.workers = [], [], []
         for rank in range(ranks):

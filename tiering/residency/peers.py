@@ -39,6 +39,10 @@ class PeerBook:
         self._kept: dict[int, str] = {}
         self._steps: list[Step] = []
 
+    def __bool__(self) -> bool:
+        """Whether there is a tier of peers at all."""
+        return bool(self._tiers)
+
     def name(self, owner: str, tier: int, peer: bytes, *, has_all: bool = False) -> None:
         """The request may have chunks of `tier`, which is of peers, from `peer`; `has_all`: which
         is not asked whether it holds them, and must say so when it does not."""

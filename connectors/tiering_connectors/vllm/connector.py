@@ -25,7 +25,7 @@ from tiering.engine import Engine
 from tiering.errors import ConfigError
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import announced_tiers, peer_tiers
+from tiering.wiring import announced_tiers
 from tiering_connectors.vllm.announcing import SILENCE, announcing_for
 from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import (
@@ -152,7 +152,6 @@ class TieredConnector(KVConnectorBase_V1):
             kinds_of(self._config),
             announcing,
             pause_of(self._vllm_config.parallel_config.data_parallel_size),
-            peer_tiers(self._config),
         )
         self._growth = Growth(
             opened.tiers,

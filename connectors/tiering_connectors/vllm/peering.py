@@ -24,17 +24,12 @@ class _Ending:
 
 
 class Peering:
-    """`tiers`: those that are of peers, by number."""
+    """One for each half of a scheduler."""
 
-    def __init__(self, core: Residency, tiers: Sequence[int]) -> None:
+    def __init__(self, core: Residency) -> None:
         self._core = core
-        self._tiers = tiers
         self._endings: list[_Ending] = []
         self._ignored = 0
-
-    def __len__(self) -> int:
-        """How many finished requests' chunks wait to be whole."""
-        return len(self._endings)
 
     def begin(self, owner: str, params: dict[str, object] | None) -> Roles:
         """The roles of a new request, which the core knows; it may have chunks from whom they
@@ -79,7 +74,7 @@ class Peering:
         except RoleError as error:
             self._ignore(str(error))
             return NO_ROLES
-        if roles != NO_ROLES and not self._tiers:
+        if roles != NO_ROLES and not self._core.peers:
             self._ignore("kv_transfer_params name another engine, and there is no tier of type p2p")
             return NO_ROLES
         return roles
@@ -91,4 +86,4 @@ class Peering:
             log.warning("%s; ignored, and computed here (%d so far)", reason, count)
 
     def __repr__(self) -> str:
-        return f"<Peering with tiers {self._tiers}, {len(self)} endings>"
+        return f"<Peering {len(self._endings)} endings>"

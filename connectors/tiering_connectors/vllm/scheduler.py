@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 class SchedulerHalf:
     """One for each engine (for each data-parallel replica). `tiers`: what a request may choose
     the secondary tiers by. `meter` is told of copies and lookups, `announcing` of what may come to
-    the tiers. `pause` is what a step does that has nothing else to do. `peer_tiers`: the numbers of
-    the tiers that are of peers."""
+    the tiers. `pause` is what a step does that has nothing else to do."""
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class SchedulerHalf:
         tiers: Sequence[TierKind] = (),
         announcing: Silence = SILENCE,
         pause: Pause = take_pause,
-        peer_tiers: Sequence[int] = (),
     ) -> None:
         self.meter = TransferMeter()
         self._pause = pause
@@ -65,7 +63,7 @@ class SchedulerHalf:
         self._storer = Storer(
             engine.core, geometry, self._jobs, self.meter, offload_prompt_only, announcing
         )
-        self._peering = Peering(engine.core, peer_tiers)
+        self._peering = Peering(engine.core)
         self._requests: dict[str, Tracked] = {}
         # Those that may have something to store.
         self._storing: set[str] = set()

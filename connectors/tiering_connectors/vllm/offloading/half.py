@@ -81,7 +81,7 @@ class Removals:
 class OffloadingHalf:
     """One for each engine. `removals` is the sink of `engine`; `groups` are the KV cache groups
     that vLLM offloads, by its own index. `pause` is what a step does that has nothing else to
-    do. `peer_tiers`: the numbers of the tiers that are of peers."""
+    do."""
 
     def __init__(
         self,
@@ -92,9 +92,8 @@ class OffloadingHalf:
         meter: TransferMeter,
         groups: Sequence[int],
         pause: Pause = take_pause,
-        peer_tiers: Sequence[int] = (),
     ) -> None:
-        self._peering = Peering(engine.core, peer_tiers)
+        self._peering = Peering(engine.core)
         self._pause = pause
         self._engine = engine
         self._removals = removals

@@ -31,7 +31,6 @@ from tiering.events import HOST, NoEvents
 from tiering.layout import RowLayout
 from tiering.portal import OwnLoopPortal
 from tiering.tiers.host import Region
-from tiering.wiring import peer_tiers
 from tiering_connectors.vllm.devices import device_for
 from tiering_connectors.vllm.geometry import device_type
 from tiering_connectors.vllm.logs import log_with_vllm
@@ -136,7 +135,6 @@ class TieredOffloadingSpec(OffloadingSpec):
             meter,
             [group.group_id for group in self.config.groups],
             pause_of(self.config.parallel.data_parallel_size),
-            peer_tiers(settings),
         )
         if events is not None:
             events.bind(half.name_of)
