@@ -43,6 +43,7 @@ def test_each_replica_has_a_port() -> None:
         ({"advertised_host": "a b"}, "advertised_host", "is no host"),
         ({"port": 0}, "port", "1"),
         ({"port": 65536}, "port", "65535"),
+        ({"auth": ""}, "auth", "must not be empty"),
         ({"auth": "peers.key"}, "auth", "is not an absolute path"),
         ({"transport": "udp"}, "transport", "'tcp'"),
         ({"backends": []}, "backends", ""),

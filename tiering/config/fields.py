@@ -6,7 +6,7 @@ the constructors alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -71,6 +71,20 @@ def _absolute(path: str) -> str:
     if "\0" in path:
         raise refused("holds a zero byte", "write a plain path, such as /mnt/kv_cache")
     return path
+
+
+def absolute_file(example: str) -> Callable[[str], str]:
+    """A validator: the path of a file from the root; an empty one is as good as none."""
+
+    def check(path: str) -> str:
+        if path and (not path.startswith("/") or "\0" in path):
+            raise refused(
+                "is not an absolute path, so it would depend on where the server is started",
+                f"write the file from the root, such as {example}",
+            )
+        return path
+
+    return check
 
 
 def listed(value: object) -> object:

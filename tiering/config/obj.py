@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tiering.config.anytier import StoringTierSettings
-from tiering.config.fields import BYTES_MAX, Settings, Text
+from tiering.config.fields import BYTES_MAX, Settings, Text, absolute_file
 from tiering.config.problems import ABSENT, Shown, refused
 
 _PREFIX_BYTES_MAX = 512
@@ -56,16 +56,6 @@ def _region(name: str) -> str:
     if not _REGION.fullmatch(name):
         raise refused("is no name of a region", "write it as the store has it, such as us-east-1")
     return name
-
-
-def _file(path: str) -> str:
-    """As of fields.Directory, but for a file that may be left out."""
-    if path and (not path.startswith("/") or "\0" in path):
-        raise refused(
-            "is not an absolute path, so it would depend on where the server is started",
-            "write the file from the root, such as /etc/ssl/minio-ca.pem",
-        )
-    return path
 
 
 def _bucket(name: str) -> str:
@@ -139,7 +129,7 @@ class BucketConfig(Settings):
         "files, else us-east-1, which most other stores take.",
         examples=["eu-central-1"],
     )
-    ca_bundle: Annotated[Text, AfterValidator(_file)] = Field(
+    ca_bundle: Annotated[Text, AfterValidator(absolute_file("/etc/ssl/minio-ca.pem"))] = Field(
         default="",
         description="File with the certificates that the store's is checked against, as an "
         "absolute path, beside those of the system. For https.",

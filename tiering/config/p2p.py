@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from tiering.config.anytier import TierSettings
-from tiering.config.fields import DAY_SECONDS, Text, listed
+from tiering.config.fields import DAY_SECONDS, Text, absolute_file, listed
 from tiering.config.problems import refused
 from tiering.errors import ConfigError
 from tiering.peers.addresses import PORT_MAX, Address, address
@@ -31,16 +31,10 @@ def _host(host: str) -> str:
     return host
 
 
-def _file(path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise refused(
-            "is not an absolute path, so it would depend on where the server is started",
-            "write the file from the root, such as /etc/kv-tiering/peers.key",
-        )
-    return path
-
-
 Host = Annotated[Text, AfterValidator(_host)]
+KeyFile = Annotated[
+    Text, Field(min_length=1), AfterValidator(absolute_file("/etc/kv-tiering/peers.key"))
+]
 
 
 class P2pTierConfig(TierSettings):
@@ -96,7 +90,7 @@ class P2pTierConfig(TierSettings):
         description="Threads of NIXL's agent, where backends is UCX alone.",
         examples=[8],
     )
-    auth: Annotated[Text, AfterValidator(_file)] | None = Field(
+    auth: KeyFile | None = Field(
         default=None,
         description="File with a key that all peers share, as an absolute path: only who has it "
         "is served. It authenticates and does not encrypt.",
