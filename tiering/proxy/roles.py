@@ -1,6 +1,6 @@
 """What the protocol of peers has a router say: the roles of a request, and the bodies with them.
 
-Owns the names of the roles and their fields, which is the whole of what a router has to know; the
+Together with the words of `tiering.peers.roles` this is the whole of what a router has to know; the
 guide for operators, docs/p2p.md, has them in a table. Pure.
 """
 
@@ -12,14 +12,11 @@ from typing import Any
 
 import orjson
 
+from tiering.peers.roles import DECODER, HOST, ID, PORT, PREFILLER, ROLES, SOURCE
 from tiering.proxy.engines import Engine
 from tiering.proxy.prefixes import Steps, steps_of
 
 PARAMS = "kv_transfer_params"
-REMOTE_DECODER = "remote_decoder"
-REMOTE_PREFILLER = "remote_prefiller"
-REMOTE_KV_SOURCE = "remote_kv_source"
-ROLES = (REMOTE_DECODER, REMOTE_PREFILLER, REMOTE_KV_SOURCE)
 
 Role = dict[str, dict[str, Any]]
 """One of ROLES, and its fields. Of several in one request, only a decoder and a source go
@@ -34,24 +31,24 @@ _NOT_FOR_A_PREFILL = (
 
 def remote_decoder(kv_request_id: str) -> Role:
     """To a prefiller: a decoder will come for what this request computes."""
-    return {REMOTE_DECODER: {"kv_request_id": kv_request_id}}
+    return {DECODER: {ID: kv_request_id}}
 
 
 def remote_prefiller(kv_request_id: str, prefiller: Engine) -> Role:
     """To a decoder: `prefiller` computes the prompt, under the same id."""
-    return {REMOTE_PREFILLER: _at(kv_request_id, prefiller)}
+    return {PREFILLER: _at(kv_request_id, prefiller)}
 
 
 def remote_kv_source(kv_request_id: str, source: Engine) -> Role:
     """To an engine: `source` may have the beginning of the prompt."""
-    return {REMOTE_KV_SOURCE: _at(kv_request_id, source)}
+    return {SOURCE: _at(kv_request_id, source)}
 
 
 def _at(kv_request_id: str, engine: Engine) -> dict[str, Any]:
     return {
-        "kv_request_id": kv_request_id,
-        "remote_host": engine.peer.host,
-        "remote_port": engine.peer.port,
+        ID: kv_request_id,
+        HOST: engine.peer.host,
+        PORT: engine.peer.port,
     }
 
 

@@ -1,8 +1,7 @@
 """What a request has to do with other engines: the roles in its `kv_transfer_params`.
 
-Owns their names, their fields and which of them go together. The keys are those of vLLM's tier of
-peers, each named after the remote counterpart: `remote_prefiller` and `remote_kv_source` say where
-chunks come from, `remote_decoder` for whom they are kept. Pure.
+Owns which of them go together and what their fields must be: `remote_prefiller` and
+`remote_kv_source` say where chunks come from, `remote_decoder` for whom they are kept. Pure.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any, Self
 from tiering.errors import ConfigError
 from tiering.peers.addresses import address
 from tiering.peers.messages import REQUEST_ID_CHARS_MAX
+from tiering.peers.roles import DECODER, HOST, ID, PORT, PREFILLER, ROLES, SOURCE
 from tiering.tiers.peers.source import PeerSource
 
-DECODER, PREFILLER, SOURCE = "remote_decoder", "remote_prefiller", "remote_kv_source"
-_ID, _HOST, _PORT = "kv_request_id", "remote_host", "remote_port"
 _WHY = {
     DECODER: "contradict one another: a request is prefilled here, or elsewhere",
     SOURCE: "are two sources for the same chunks",
@@ -40,11 +38,7 @@ class Roles:
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> Self:
         """RoleError for what cannot be meant. Keys that are null are as good as left out."""
-        given = {
-            role: params[role]
-            for role in (DECODER, PREFILLER, SOURCE)
-            if params and params.get(role) is not None
-        }
+        given = {role: params[role] for role in ROLES if params and params.get(role) is not None}
         if PREFILLER in given:
             for other, why in _WHY.items():
                 if other in given:
@@ -66,24 +60,24 @@ NO_ROLES = Roles()
 
 def _whom(role: str, value: object) -> PeerSource:
     fields = _fields(role, value)
-    host, port = fields.get(_HOST), fields.get(_PORT)
+    host, port = fields.get(HOST), fields.get(PORT)
     if not isinstance(host, str):
-        raise _wrong(role, _HOST, host, "must be text: the host of the peer's control socket")
+        raise _wrong(role, HOST, host, "must be text: the host of the peer's control socket")
     if type(port) is not int or port < 1:
-        raise _wrong(role, _PORT, port, "must be a whole number: that socket's port")
+        raise _wrong(role, PORT, port, "must be a whole number: that socket's port")
     try:
-        at = address(_HOST, host, port)
+        at = address(HOST, host, port)
     except ConfigError as error:
-        key = _HOST if error.path == _HOST else _PORT
+        key = HOST if error.path == HOST else PORT
         raise _wrong(role, key, fields[key], f"{error.reason}; {error.remedy}") from None
     return PeerSource(at.host, at.port, _request_id(role, fields), role == PREFILLER)
 
 
 def _request_id(role: str, fields: Mapping[str, Any]) -> str:
-    value = fields.get(_ID)
+    value = fields.get(ID)
     if not isinstance(value, str) or not 0 < len(value) <= REQUEST_ID_CHARS_MAX:
         told = f"must be text of 1 to {REQUEST_ID_CHARS_MAX} characters, the same for both engines"
-        raise _wrong(role, _ID, value, told)
+        raise _wrong(role, ID, value, told)
     return value
 
 
