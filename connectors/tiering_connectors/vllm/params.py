@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from tiering.config import EngineConfig
+from tiering_connectors.vllm.logs import is_worth_a_line
 
 log = logging.getLogger("tiering")
 
@@ -102,8 +103,7 @@ def _fits(wanted: str | None, has: str | None) -> bool:
 
 
 class _Warnings:
-    """Tells the 1st, 2nd, 4th, 8th ... bad value of a key: a client that goes on sending them
-    does not fill the log."""
+    """Tells of bad values, each key by itself, and more and more seldom."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class _Warnings:
     def tell(self, key: str, value: object, reason: str) -> None:
         self._counts[key] += 1
         count = self._counts[key]
-        if count & (count - 1) == 0:
+        if is_worth_a_line(count):
             shown = reprlib.repr(value)
             told = "kv_transfer_params.%s = %s: %s; ignored (%d so far)"
             log.warning(told, key, shown, reason, count)

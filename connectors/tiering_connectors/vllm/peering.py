@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tiering.residency.answers import Place
 from tiering.residency.core import Residency
+from tiering_connectors.vllm.logs import is_worth_a_line
 from tiering_connectors.vllm.roles import NO_ROLES, RoleError, Roles
 
 log = logging.getLogger("tiering")
@@ -81,9 +82,8 @@ class Peering:
 
     def _ignore(self, reason: str) -> None:
         self._ignored += 1
-        count = self._ignored
-        if count & (count - 1) == 0:
-            log.warning("%s; ignored, and computed here (%d so far)", reason, count)
+        if is_worth_a_line(self._ignored):
+            log.warning("%s; ignored, and computed here (%d so far)", reason, self._ignored)
 
     def __repr__(self) -> str:
         return f"<Peering {len(self._endings)} endings>"
