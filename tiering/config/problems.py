@@ -40,6 +40,7 @@ _REASONS = {
     "model_type": "must be an object",
     "string_too_short": "must not be empty",
     "string_type": "must be text",
+    "too_short": "must not be empty",
     "tuple_type": "must be a list",
 }
 
