@@ -3,9 +3,11 @@ other."""
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -136,6 +138,43 @@ def test_silence_ends_it_and_so_does_another_thread(
     with pytest.raises(StreamEnded, match="the connection broke: Broken pipe"):
         stream().send(pair[0], space.rows, space.generations, [0], [1])
     space.close()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_row_that_trickles_in_comes_whole(
+    stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
+) -> None:
+    space = RowSpace(1, 400)
+    ours, theirs = socket.socketpair()
+    stream().send(ours, space.rows, space.generations, [0], [1])
+    sent = theirs.recv(1000)
+
+    def trickle() -> None:
+        for at in range(0, len(sent), 60):
+            pair[0].sendall(sent[at : at + 60])
+            time.sleep(0.1)  # a third of the deadline, which all of them together exceed
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    (into,) = buffers(400, 1)
+    assert stream().receive(pair[1], [into]) == [True]
+    assert holds(space.reference(0), into)
+    thread.join()
+    for each in (ours, theirs):
+        each.close()
+    space.close()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_what_reads_from_the_socket_later_is_woken_by_a_byte(
+    stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
+) -> None:
+    pair[0].sendall(LEAD.pack(1))
+    with pytest.raises(StreamEnded, match="nothing moved for too long"):
+        stream().receive(pair[1], buffers(1 << 20))
+    assert not select.select([pair[1]], [], [], 0)[0]
+    pair[0].sendall(b"x")
+    assert select.select([pair[1]], [], [], 10)[0]
 
 
 @pytest.mark.slow

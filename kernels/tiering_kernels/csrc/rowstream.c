@@ -5,7 +5,9 @@
  * first. Little-endian, as this library is for.
  */
 #include <errno.h>
+#include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 
@@ -15,6 +17,7 @@
 
 /* Moved at once, and then checksummed while it is still in the processor's cache. */
 #define PIECE_BYTES (256 << 10)
+#define WAKE_BYTES (128 << 10)
 
 #define STALE 0
 #define ROW 1
@@ -35,15 +38,52 @@ static int64_t why(ssize_t moved)
     return errno == EAGAIN || errno == EWOULDBLOCK ? -ETIMEDOUT : -errno;
 }
 
-static int64_t receive(int fd, void *into, size_t bytes)
+/* What is received from, for one call. */
+struct source {
+    int fd;
+    int deadline_ms; /* of silence; -1: none */
+    int wakes_at;    /* bytes that are there before whoever waits is woken: SO_RCVLOWAT */
+};
+
+static void wake_at(struct source *from, int bytes)
 {
+    if (from->wakes_at == bytes)
+        return;
+    /* Where the system refuses it, waits end sooner. */
+    setsockopt(from->fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+    from->wakes_at = bytes;
+}
+
+static struct source source_of(int fd)
+{
+    struct source from = {.fd = fd, .deadline_ms = -1, .wakes_at = 1};
+    struct timeval deadline;
+    socklen_t bytes = sizeof deadline;
+    if (getsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &deadline, &bytes) == 0 &&
+        (deadline.tv_sec || deadline.tv_usec))
+        from.deadline_ms = (int)(deadline.tv_sec * 1000 + (deadline.tv_usec + 999) / 1000);
+    return from;
+}
+
+/* A wait ends when WAKE_BYTES are there or all that is left, not with each packet: to be put to
+ * sleep and woken costs more than a packet's copy. */
+static int64_t receive(struct source *from, void *into, size_t bytes)
+{
+    bool waited = false; /* and nothing was there in time */
     for (size_t done = 0; done < bytes;) {
-        ssize_t moved = recv(fd, (uint8_t *)into + done, bytes - done, MSG_WAITALL);
+        ssize_t moved = recv(from->fd, (uint8_t *)into + done, bytes - done, MSG_DONTWAIT);
+        if (moved > 0) {
+            done += (size_t)moved;
+            waited = false;
+            continue;
+        }
         if (moved < 0 && errno == EINTR)
             continue;
-        if (moved <= 0)
+        if (moved == 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || waited)
             return why(moved);
-        done += (size_t)moved;
+        wake_at(from, bytes - done < WAKE_BYTES ? (int)(bytes - done) : WAKE_BYTES);
+        struct pollfd poll_for = {.fd = from->fd, .events = POLLIN};
+        waited = poll(&poll_for, 1, from->deadline_ms) == 0;
     }
     return 0;
 }
@@ -110,10 +150,10 @@ EXPORTED int64_t kvt_send_rows(int fd, uint32_t count, const uint64_t *slots,
     return failed;
 }
 
-static int64_t receive_row(int fd, uint8_t *into, uint64_t row_bytes, void *hash, uint8_t *result)
+static int64_t receive_row(struct source *from, uint8_t *into, uint64_t row_bytes, void *hash, uint8_t *result)
 {
     uint64_t lead;
-    int64_t failed = receive(fd, &lead, sizeof lead);
+    int64_t failed = receive(from, &lead, sizeof lead);
     if (failed)
         return failed;
     if (lead == STALE) {
@@ -125,12 +165,12 @@ static int64_t receive_row(int fd, uint8_t *into, uint64_t row_bytes, void *hash
     hash_functions.reset(hash);
     for (uint64_t at = 0; at < row_bytes && !failed; at += PIECE_BYTES) {
         size_t bytes = row_bytes - at < PIECE_BYTES ? row_bytes - at : PIECE_BYTES;
-        failed = receive(fd, into + at, bytes);
+        failed = receive(from, into + at, bytes);
         if (!failed)
             hash_functions.update(hash, into + at, bytes);
     }
     struct tail tail;
-    if (failed || (failed = receive(fd, &tail, sizeof tail)))
+    if (failed || (failed = receive(from, &tail, sizeof tail)))
         return failed;
     if (tail.verdict == STALE) {
         *result = STALE;
@@ -149,13 +189,15 @@ EXPORTED uint32_t kvt_receive_rows(int fd, uint32_t count, uint8_t *const *into,
                                    uint8_t *results, int64_t *failed)
 {
     void *hash = hash_functions.create();
+    struct source from = source_of(fd);
     uint32_t done = 0;
     *failed = hash ? 0 : -ENOMEM;
     while (done < count && !*failed) {
-        *failed = receive_row(fd, into[done], row_bytes, hash, &results[done]);
+        *failed = receive_row(&from, into[done], row_bytes, hash, &results[done]);
         if (!*failed)
             done++;
     }
+    wake_at(&from, 1); /* others read from it, too */
     if (hash)
         hash_functions.free(hash);
     return done;
