@@ -81,7 +81,7 @@ BAD_CONNECTOR = {
         connector(canonical_layout=True), "canonical_layout", "True", "not offered", "leave it out",
     ),
     "another loop": (
-        connector(loop="fork"), "loop", "'fork'", "'thread' or 'process'", '"process"',
+        connector(loop="fork"), "loop", "'fork'", "'auto', 'thread' or 'process'", '"process"',
     ),
     "events as text": (
         connector(self_describing_kv_events="yes"),

@@ -27,6 +27,7 @@ from tiering.errors import ConfigError
 
 GIB = 1 << 30
 FS = {"type": "fs", "root_dir": "/mnt/kv"}
+BUCKET = {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "host:1"}}
 LAYOUT = {"layers": 2, "kv_heads": 1, "head_dim": 64, "block_tokens": 16}
 
 
@@ -83,6 +84,22 @@ def test_a_configuration_for_vllms_own_specs_is_taken_as_it_is() -> None:
         assert parse(ConnectorConfig, connector(spec_name=name)).spec_name == name
     entries = {"spec_name": "TieringOffloadingSpec", "spec_module_path": "vllm.x", **tier()}
     assert parse(ConnectorConfig, entries).spec_module_path == "vllm.x"
+
+
+@pytest.mark.parametrize(
+    ("loop", "tiers", "in_process"),
+    [
+        ("auto", [FS], False),
+        ("auto", [FS, BUCKET], True),
+        ("thread", [BUCKET], False),
+        ("process", [FS], True),
+        ("process", [], False),
+        ("auto", [], False),
+    ],
+)
+def test_where_the_loop_is(loop: str, tiers: list[object], in_process: bool) -> None:
+    data = connector(loop=loop, secondary_tiers=tiers)
+    assert parse(ConnectorConfig, data).loop_in_process is in_process
 
 
 def test_pressure_is_off_unless_it_is_configured() -> None:
@@ -213,7 +230,7 @@ connector_configs = st.fixed_dictionaries(
         "self_describing_kv_events": st.booleans(),
         "kernel_below_bytes": st.integers(0, 1 << 30),
         "canonical_layout": st.just(False),
-        "loop": st.sampled_from(["thread", "process"]),
+        "loop": st.sampled_from(["auto", "thread", "process"]),
         "spec_name": st.sampled_from([None, "TieringOffloadingSpec", "TieredOffloadingSpec"]),
         "spec_module_path": st.sampled_from([None, "my_package.my_module"]),
         "load_deadline_seconds": st.floats(0, 86400, exclude_min=True),

@@ -26,9 +26,11 @@ def region(tmp_path: Path) -> Iterator[Region]:
 @pytest.mark.parametrize(
     ("loop", "has_tier", "kind"),
     [
+        ("auto", True, ThreadPortal),
         ("thread", True, ThreadPortal),
         ("process", True, ProcessPortal),
         ("process", False, ThreadPortal),
+        ("auto", False, ThreadPortal),
     ],
 )
 def test_the_loop_is_where_the_settings_say(
@@ -44,6 +46,8 @@ def test_the_loop_is_where_the_settings_say(
         assert opened.counters() == {"portal_restarts": 0}
         names = [f"fs:{tmp_path / 'kv'}"] if has_tier else []
         assert [tier.name for tier in opened.tiers] == names
-        assert opened.describe_tiers() == (names or ["no other tier"])[0]
+        told = (names or ["no other tier"])[0]
+        told += " (in a process of their own)" if kind is ProcessPortal else ""
+        assert opened.describe_tiers() == told
     finally:
         close(opened.portal, None)

@@ -138,7 +138,12 @@ async def test_tls_and_plain_http_mixed_up(
 
 
 @pytest.mark.slow
-async def test_certificates(tls: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_certificates(
+    tls: Served,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     other, _ = self_signed(tmp_path, "other")
     junk = tmp_path / "junk.pem"
     junk.write_text("no certificate")
@@ -152,6 +157,14 @@ async def test_certificates(tls: Served, tmp_path: Path, caplog: pytest.LogCaptu
         error = await fails(caplog, given | {"ca_bundle": ca_bundle})
         is_about(error, "ca_bundle", reason, remedy)
         assert error.value == ca_bundle
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(junk))
+    error = await fails(caplog, given | {"ca_bundle": ""})
+    is_about(error, "ca_bundle", f"(AWS_CA_BUNDLE or its files) {junk} cannot be read", "in PEM")
+    certificate = given.pop("ca_bundle")
+    monkeypatch.setenv("AWS_CA_BUNDLE", certificate)
+    store = S3Store(BucketConfig(**given), where=WHERE, prefix="kv")
+    await store.open()
+    await store.close()
 
 
 SCRIPTED: list[tuple[Fault, str, str, str]] = [

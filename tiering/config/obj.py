@@ -132,7 +132,8 @@ class BucketConfig(Settings):
     ca_bundle: Annotated[Text, AfterValidator(absolute_file("/etc/ssl/minio-ca.pem"))] = Field(
         default="",
         description="File with the certificates that the store's is checked against, as an "
-        "absolute path, beside those of the system. For https.",
+        "absolute path, beside those of the system. For https. Left out, AWS_CA_BUNDLE names it, "
+        "or AWS's files.",
         examples=["/etc/ssl/minio-ca.pem"],
     )
     addressing: Literal["auto", "path", "virtual"] = Field(

@@ -26,7 +26,7 @@ from pydantic import (
 
 from tiering.config.anytier import StoringTierSettings, TierSettings
 from tiering.config.fields import BYTES_MAX, DAY_SECONDS, EXTRA_CONFIG, Settings, Text, listed
-from tiering.config.obj import told_secret
+from tiering.config.obj import ObjTierConfig, told_secret
 from tiering.config.pressure import PressureConfig
 from tiering.config.problems import (
     as_object,
@@ -215,10 +215,11 @@ class ConnectorConfig(EngineConfig):
         "router needs to use them. Without it they are placeholders.",
         examples=[True],
     )
-    loop: Literal["thread", "process"] = Field(
-        default="thread",
+    loop: Literal["auto", "thread", "process"] = Field(
+        default="auto",
         description="Where the secondary tiers' I/O is driven from: a thread of the process that "
-        "vLLM's scheduler is in, or a process beside it, which is started again if it dies.",
+        "vLLM's scheduler is in, or a process beside it, which is started again if it dies. auto "
+        "is a process if there is a bucket among the tiers, else a thread.",
         examples=["process"],
     )
     kernel_below_bytes: int = Field(
@@ -278,6 +279,14 @@ class ConnectorConfig(EngineConfig):
                 self.blocks_per_chunk,
             )
         return self
+
+    @property
+    def loop_in_process(self) -> bool:
+        """Whether the tiers' loop has a process of its own. Without tiers it has nothing to do,
+        wherever it is; a bucket's client is mostly Python (docs/decisions/0010)."""
+        if self.loop == "auto":
+            return any(isinstance(tier, ObjTierConfig) for tier in self.secondary_tiers)
+        return self.loop == "process" and bool(self.secondary_tiers)
 
     def blocks_in_chunk(self, tokens_per_block: int) -> int:
         """Blocks of `tokens_per_block` tokens in a chunk; ConfigError if they do not fill it."""

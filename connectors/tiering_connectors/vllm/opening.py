@@ -117,14 +117,15 @@ class Opened:
         return {"portal_restarts": self.portal.restarts}
 
     def describe_tiers(self) -> str:
-        return ", ".join(tier.name for tier in self.tiers) or "no other tier"
+        names = ", ".join(tier.name for tier in self.tiers) or "no other tier"
+        in_process = isinstance(self.portal, ProcessPortal)
+        return f"{names} (in a process of their own)" if in_process else names
 
 
 def _portal(
     region: Region, namespace: Namespace, config: ConnectorConfig, replica: int
 ) -> OwnLoopPortal:
-    # Without tiers a loop has nothing to do, wherever it is.
-    if config.loop == "process" and config.secondary_tiers:
+    if config.loop_in_process:
         return ProcessPortal(config, namespace, region, replica)
     tiers = build_tiers(config, namespace, region.geometry.row_bytes, region, replica)
     return ThreadPortal(tiers, region.row)

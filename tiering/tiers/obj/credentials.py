@@ -73,11 +73,7 @@ class Wallet:
             return self._config.region
         if found := _AWS_REGION.search(self._config.host):
             return found[1]
-        try:
-            return str(AioSession().get_config_variable("region") or DEFAULT_REGION)
-        except BotoCoreError:
-            # Of files that given credentials do not need; the chain will say what is wrong.
-            return DEFAULT_REGION
+        return of_aws("region") or DEFAULT_REGION
 
     async def keys(self) -> Keys:
         """Those in use; CredentialsError where there are none."""
@@ -128,6 +124,15 @@ class Wallet:
             raise CredentialsError(f"AWS's chain fails: {_told(error)}; {_WAY_OUT}") from None
         self._last = Keys(frozen.access_key, frozen.secret_key, frozen.token, self._readings)
         return self._last
+
+
+def of_aws(setting: str) -> str:
+    """What AWS's environment or else its files say, empty where they say nothing. Reads files."""
+    try:
+        return str(AioSession().get_config_variable(setting) or "")
+    except BotoCoreError:
+        # Of files that given credentials do not need; the chain will say what is wrong.
+        return ""
 
 
 def _given(config: BucketConfig) -> Keys | None:

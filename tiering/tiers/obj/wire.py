@@ -24,7 +24,7 @@ from tiering.clock import UnixClock
 from tiering.config.obj import BucketConfig
 from tiering.tiers.obj.answering import Answering, NoHttpError
 from tiering.tiers.obj.connection import Connection, StaleError, StalledError
-from tiering.tiers.obj.credentials import Keys
+from tiering.tiers.obj.credentials import Keys, of_aws
 from tiering.tiers.obj.dialect import Answer
 from tiering.tiers.obj.signing import Signer
 from tiering.tiers.obj.store import NotNowError, StoreError
@@ -251,15 +251,18 @@ def _proxy_header(proxy: SplitResult) -> str:
 
 
 def _tls(ca_bundle: str) -> ssl.SSLContext:
-    """Trusts what the system trusts, what botocore brings along, and `ca_bundle`."""
+    """Trusts what the system trusts, what botocore brings along, and `ca_bundle`, or where that is
+    empty the one that AWS's tools would."""
     context = ssl.create_default_context()
     context.load_verify_locations(get_cert_path(True))
-    if ca_bundle:
+    named = ca_bundle or of_aws("ca_bundle")
+    if named:
         try:
-            context.load_verify_locations(ca_bundle)
+            context.load_verify_locations(named)
         except OSError as error:
             told = error.strerror or str(error)
-            raise StoreError(f"ca_bundle {ca_bundle} cannot be read: {told}") from error
+            whose = "ca_bundle" if ca_bundle else "AWS's ca_bundle (AWS_CA_BUNDLE or its files)"
+            raise StoreError(f"{whose} {named} cannot be read: {told}") from error
     return context
 
 
