@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import socket
 import threading
@@ -67,6 +68,39 @@ async def test_a_peer_is_dialled_once_however_many_ask() -> None:
         answers = await asyncio.gather(*(peers[0].lookup("r", keys(9, n)) for n in range(50)))
         assert {answer[0] for answer in answers} == {0, 1}
         assert len(shelf.guests) == 1
+
+
+async def test_more_questions_than_may_be_open_wait_for_their_turn() -> None:
+    few = dataclasses.replace(QUICK, rounds_max=4)
+    async with engine(1, patience=few) as (serves, shelf), engine(2, patience=few) as (asks, _):
+        peer = await asks.peer(serves.address)
+
+        async def fetched(number: int) -> int:
+            found = await peer.fetch("r", keys(9, number))
+            await asyncio.sleep(0.01)  # it is read
+            peer.done(found.of, True)
+            return sum(place is not None for place in found.places)
+
+        counts = await asyncio.gather(*map(fetched, range(40)))
+        assert set(counts) == {4, 5}
+        held = [await peer.fetch("r", keys(2)) for _ in range(4)]
+        late = asyncio.create_task(peer.lookup("r", keys(2)))
+        given_up = asyncio.create_task(peer.fetch("r", keys(2)))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        given_up.cancel()
+        peer.done(held.pop().of, False)
+        assert await late == b"\1\0"
+        held += [await peer.fetch("r", keys(2))]
+        waiting = [asyncio.create_task(peer.lookup("r", keys(2))) for _ in range(3)]
+        await asyncio.sleep(0)
+        peer.close("closing", "the test is over")
+        for each in held:
+            peer.done(each.of, False)
+        for ended in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(ended, PeerError)
+        assert peer.is_open is False
+    assert shelf.pinned == {}
 
 
 async def test_two_pull_from_one_another() -> None:

@@ -165,6 +165,10 @@ class Peer(_End):
         self.at = at
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: dict[Round, asyncio.Future[LookupResp | FetchResp]] = {}
+        # The other side ends a session of which more rounds are open with it, those included whose
+        # chunks are being read: who comes too many waits here.
+        self._turns = asyncio.Semaphore(session.patience.rounds_max)
+        self._reading: set[Round] = set()
 
     async def opened(self) -> None:
         """Returns once the session is open."""
@@ -172,10 +176,11 @@ class Peer(_End):
 
     async def lookup(self, kv_request_id: str, keys: Sequence[bytes]) -> bytes:
         """For each of `keys` 1 where it could be fetched, else 0. At most `messages.KEYS_MAX`."""
-        self._require_open()
-        with self._askable():
-            of = self.session.lookup(kv_request_id, keys, self._clock.now())
-        answer = await self._answer(of)
+        async with self._turns:
+            self._require_open()
+            with self._askable():
+                of = self.session.lookup(kv_request_id, keys, self._clock.now())
+            answer = await self._answer(of)
         return answer.hits
 
     async def fetch(
@@ -183,18 +188,27 @@ class Peer(_End):
     ) -> Fetched:
         """Have `keys` pinned and learn where they are; `seconds_max`: wait that long for those that
         have yet to be computed. Cancelled, it leaves nothing pinned."""
-        self._require_open()
-        with self._askable():
-            of = self.session.fetch(kv_request_id, keys, self._clock.now(), seconds_max)
-        answer = await self._answer(of)
+        await self._turns.acquire()
+        try:
+            self._require_open()
+            with self._askable():
+                of = self.session.fetch(kv_request_id, keys, self._clock.now(), seconds_max)
+            answer = await self._answer(of)
+        except BaseException:
+            self._turns.release()
+            raise
         assert of is not None
         assert isinstance(answer, FetchResp)
+        self._reading.add(of)
         return Fetched(of, references_of(answer))
 
     def done(self, of: Round, success: bool) -> None:
         """What was fetched in `of` is read, or is not wanted: it may be unpinned. Never raises."""
         self.session.done(of, success, self._clock.now())
         self.flush()
+        if of in self._reading:
+            self._reading.remove(of)
+            self._turns.release()
 
     def request_over(self, kv_request_id: str) -> None:
         """Nothing more will be asked for this request. Never raises."""
