@@ -1,18 +1,14 @@
 """An engine as far as the control plane can tell, for tests of it: in this process, or in one of
-its own that can be stopped and killed (`python peer_engine.py PORT [DIALS]` prints its port)."""
+its own that can be stopped and killed (`python peer_engine.py PORT [DIALS]`)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import select
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from peer_frames import KEY, introduction, keys
 from tiering.peers.addresses import Address
@@ -21,6 +17,7 @@ from tiering.peers.control import ControlPlane
 from tiering.peers.messages import Fetch, Lookup, Reference, keys_of
 from tiering.peers.rounds import Round
 from tiering.peers.session import Patience
+from tiering.testing.children import Child, stay
 
 QUICK = Patience(
     handshake_seconds_max=1.5,
@@ -89,40 +86,13 @@ async def engine(number: int = 1, **options: Any) -> AsyncIterator[tuple[Control
         yield control, shelf
 
 
-class Engine:
+class Engine(Child):
     """One in a process of its own, within `with`."""
 
     def __init__(self, port: int = 0, dials: int | None = None) -> None:
         """Binds `port`. With `dials` it fetches two chunks from there, and then keeps them."""
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(port), *([] if dials is None else [str(dials)])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 60.0)
-        line = self.process.stdout.readline() if ready else b""
-        assert line, "the engine has not started"
-        self.at = Address("127.0.0.1", int(line))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        super().__init__(__file__, port, *([] if dials is None else [dials]))
+        self.at = Address("127.0.0.1", self.told["port"])
 
 
 async def _main(port: int, dials: int | None) -> None:
@@ -132,10 +102,7 @@ async def _main(port: int, dials: int | None) -> None:
         if dials is not None:
             peer = await control.peer(Address("127.0.0.1", dials))
             await peer.fetch("r", keys(2))
-        print(control.address.port, flush=True)
-        ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(0, ended.set)
-        await ended.wait()
+        await stay(port=control.address.port)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,19 @@
 """One engine's half of an exchange between peers: core, shell and tier of peers over a real region.
 
 For tests, in this process or in one of its own that can be stopped and killed: `python peer_half.py
-TRANSPORT PORT OTHER` binds PORT, prints it, and computes, keeps, evicts, and loads from the engine
-at port OTHER for as long as its standard input is open.
+TRANSPORT PORT OTHER` binds PORT, and computes, keeps, evicts, and loads from the engine at port
+OTHER until it is told to end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import secrets
-import select
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +33,7 @@ from tiering.peers.transports.tcp import TcpTransport
 from tiering.policy.lru import LruPolicy
 from tiering.portal import LoopPortal
 from tiering.residency.core import Residency
+from tiering.testing.children import Child, stay
 from tiering.tiers.host import Region, region_name
 from tiering.tiers.peers.source import PeerSource
 from tiering.tiers.peers.tier import PeerLimits, PeersTier
@@ -51,7 +46,6 @@ LOAD_SECONDS = 3.0
 LIMITS = PeerLimits(unbound_store_seconds=1.5, wait_seconds=1.0)
 QUIET_SECONDS = 1.0
 TURN_SECONDS = 0.005
-START_SECONDS = 60.0
 
 
 def key_of(number: int) -> bytes:
@@ -199,44 +193,12 @@ async def half(transport: str, number: int, port: int = 0) -> AsyncIterator[Half
         os.close(made.descriptor)
 
 
-class Child:
+class OtherHalf(Child):
     """Another one, in a process of its own, within `with`."""
 
     def __init__(self, transport: str, other: int, port: int = 0) -> None:
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, transport, str(port), str(other)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
-        line = self.process.stdout.readline() if ready else b""
-        if not line:
-            self.__exit__()
-            raise AssertionError("the other engine has not started")
-        self.port = int(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        super().__init__(__file__, transport, port, other)
+        self.port: int = self.told["port"]
 
 
 async def _work(me: Half, other: int) -> None:
@@ -250,17 +212,11 @@ async def _work(me: Half, other: int) -> None:
 
 
 async def _main(transport: str, port: int, other: int) -> None:
-    async with half(transport, 1, port) as me:
-        sys.stdout.write(f"{me.tier.address.port}\n")
-        sys.stdout.flush()
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(0, ended.set)
-        working = [loop.create_task(_work(me, other)) for _ in range(2)]
-        await ended.wait()
+    async with half(transport, 1, port) as me, asyncio.TaskGroup() as group:
+        working = [group.create_task(_work(me, other)) for _ in range(2)]
+        await stay(port=me.tier.address.port)
         for task in working:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
 
 if __name__ == "__main__":

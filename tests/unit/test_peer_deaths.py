@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from peer_half import CHAINS, Child, Half, chain, half
+from peer_half import CHAINS, Half, OtherHalf, chain, half
 from tiering.testing.transports import descriptors, own_threads
 from tiering.tiers.peers.source import PeerSource
 
@@ -41,7 +41,7 @@ async def _until_something_comes(found: Counter[int]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _strike(child: Child, chance: random.Random) -> bool:
+async def _strike(child: OtherHalf, chance: random.Random) -> bool:
     """Whether it lives on."""
     await asyncio.sleep(chance.choice(MEANWHILE_SECONDS) * chance.random())
     if chance.random() < 0.5:
@@ -72,7 +72,7 @@ async def test_a_peer_may_die_or_stop_at_any_moment(seed: int) -> None:
         files = descriptors()
         found: Counter[int] = Counter()
         loop, other = asyncio.get_running_loop(), me.tier.address.port
-        child = await asyncio.to_thread(Child, transport, other)
+        child = await asyncio.to_thread(OtherHalf, transport, other)
         port = child.port
         asking = [loop.create_task(_ask(me, port, chance, found)) for _ in range(4)]
         try:
@@ -80,7 +80,7 @@ async def test_a_peer_may_die_or_stop_at_any_moment(seed: int) -> None:
                 await _until_something_comes(found)
                 if not await _strike(child, chance):
                     child.__exit__()
-                    child = await asyncio.to_thread(Child, transport, other, port)
+                    child = await asyncio.to_thread(OtherHalf, transport, other, port)
         finally:
             child.__exit__()
             for task in asking:

@@ -116,7 +116,7 @@ BANS = (
         {
             "benchmarks/": "a server inherits the environment",
             "tiering/peers/transports/nixl.py": "UCX is told by it what it must not load",
-            "tiering/testing/producer.py": "a process inherits some of it",
+            "tiering/testing/children.py": "a process inherits some of it",
             "tiering/tiers/peers/making.py": "vLLM's variables stand for keys that are left out",
         },
     ),
