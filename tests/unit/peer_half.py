@@ -22,7 +22,6 @@ from peer_engine import QUICK
 from tiering.clock import MonotonicClock
 from tiering.engine import Engine
 from tiering.events import NoEvents
-from tiering.keys import chunk_key
 from tiering.layout import RowLayout
 from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
@@ -34,6 +33,8 @@ from tiering.policy.lru import LruPolicy
 from tiering.portal import LoopPortal
 from tiering.residency.core import Residency
 from tiering.testing.children import Child, stay
+from tiering.testing.examples import key_number
+from tiering.testing.peerrequests import PeerRequests
 from tiering.tiers.host import Region, region_name
 from tiering.tiers.peers.source import PeerSource
 from tiering.tiers.peers.tier import PeerLimits, PeersTier
@@ -48,19 +49,15 @@ QUIET_SECONDS = 1.0
 TURN_SECONDS = 0.005
 
 
-def key_of(number: int) -> bytes:
-    return chunk_key(b"%032d" % number, 0)
-
-
 def page_of(key: bytes) -> npt.NDArray[np.uint8]:
-    bits = np.random.SFC64(int.from_bytes(key[-12:], "big"))
+    bits = np.random.SFC64(int.from_bytes(key[:8], "big"))
     return np.frombuffer(np.random.Generator(bits).bytes(CHUNK_BYTES), np.uint8)
 
 
 def chain(engine: int, number: int) -> list[bytes]:
     """A prefix that engine `engine` computes."""
     first = 10_000 * engine + CHAIN_CHUNKS * number
-    return [key_of(first + at) for at in range(CHAIN_CHUNKS)]
+    return [key_number(first + at) for at in range(CHAIN_CHUNKS)]
 
 
 class Half:
@@ -105,53 +102,35 @@ class Half:
         )
         self.portal = LoopPortal([self.tier], region.row, self.pump)
         self._engine = Engine(self.core, self.portal, NoEvents())
-        self._requests = 0
+        self._requests = PeerRequests(self.core, self.pump, lambda: TURN_SECONDS)
 
     def pump(self) -> None:
         self._engine.pump()
 
     async def store(self, keys: Sequence[bytes], kept_for: str = "") -> None:
         """Compute `keys`, as far as there is room, and keep them for a decoder."""
-        owner = self._new_owner()
-        self.core.open(owner)
-        places = self.core.reserve(owner, keys, 0)
-        left = list(places.slots)
-        try:
-            for index in places.indices:
-                self.rows[left[0]] = page_of(keys[index])
-                self.core.filled([left.pop(0)])
-                self.pump()
-                await asyncio.sleep(TURN_SECONDS)
-            if kept_for:
-                self.core.peers.keep(kept_for, keys)
-        finally:
-            self.core.unfilled(left)
-            self.core.close(owner)
-            self.pump()
+        with self._requests.opened("store") as owner:
+            places = self.core.reserve(owner, keys, 0)
+            left = list(places.slots)
+            try:
+                for index in places.indices:
+                    self.rows[left[0]] = page_of(keys[index])
+                    self.core.filled([left.pop(0)])
+                    self.pump()
+                    await asyncio.sleep(TURN_SECONDS)
+                if kept_for:
+                    self.core.peers.keep(kept_for, keys)
+            finally:
+                self.core.unfilled(left)
 
     async def load(self, keys: Sequence[bytes], whom: PeerSource) -> int:
         """As many leading `keys` as can be had, all of them right; how many."""
-        core, owner = self.core, self._new_owner()
-        core.open(owner)
-        core.peers.ask(owner, whom.packed(), has_all=whom.is_prefiller)
-        try:
-            core.ask(owner, keys)
-            self.pump()
-            while core.is_asking(owner):
-                await self._turn()
-            reach = core.match(keys, owner).reach
-            while not core.hold(owner, keys[:reach]):
-                await self._turn()
-            self.pump()
-            while (held := core.held(owner)) is None:
-                await self._turn()
-            for key, slot in zip(keys, core.claim(owner), strict=False):
+        with self._requests.opened("load") as owner:
+            slots = await self._requests.hold(owner, keys, whom)
+            for key, slot in zip(keys, slots, strict=False):
                 if not np.array_equal(self.rows[slot], page_of(key)):
                     raise AssertionError(f"wrong bytes of {key.hex()}")
-            return held
-        finally:
-            core.close(owner)
-            self.pump()
+            return len(slots)
 
     @property
     def left_over(self) -> list[str]:
@@ -168,14 +147,6 @@ class Half:
             "kept chunks": stats["now_kept_chunks"],
         }
         return [f"{count} {name}" for name, count in found.items() if count]
-
-    async def _turn(self) -> None:
-        await asyncio.sleep(TURN_SECONDS)
-        self.pump()
-
-    def _new_owner(self) -> str:
-        self._requests += 1
-        return f"request {self._requests}"
 
 
 @asynccontextmanager

@@ -44,6 +44,7 @@ async def _until_something_comes(found: Counter[int]) -> None:
 async def _strike(child: OtherHalf, chance: random.Random) -> bool:
     """Whether it lives on."""
     await asyncio.sleep(chance.choice(MEANWHILE_SECONDS) * chance.random())
+    assert child.process.poll() is None, "it has failed by itself"
     if chance.random() < 0.5:
         child.kill()
         return False

@@ -68,7 +68,7 @@ class Child:
             ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS_MAX)
             line = self.process.stdout.readline() if ready else b""
             if not line:
-                raise RuntimeError(f"{self.process.args} has not started")
+                raise RuntimeError(f"{self.process.args!r} has not started")
         told: dict[str, Any] = orjson.loads(line)
         return told
 

@@ -30,6 +30,7 @@ from tiering.portal import LoopPortal
 from tiering.residency.core import Residency
 from tiering.residency.plan import Contains, Keep, News, Outcome, Promote, Step, Verdict
 from tiering.residency.state import SlotState
+from tiering.testing.peerrequests import PeerRequests
 from tiering.testing.simloop import SimClock
 from tiering.testing.simnet import SimNet
 from tiering.testing.simprocess import Process, ProcessLoop
@@ -209,7 +210,7 @@ class PeerEngine:
         self.log = StepLog(self._portal, self)
         self._engine = Engine(self.core, self.log, _Sink())
         self._main: asyncio.Task[None] | None = None
-        self._requests = 0
+        self._requests = PeerRequests(self.core, self.pump, lambda: chance.choice(TURN_SECONDS))
 
     async def begin(self) -> None:
         self._main = self.process.start(self._run())
@@ -257,63 +258,41 @@ class PeerEngine:
         """Compute what of `keys` is not here, one after the other, and keep them for a decoder;
         how many."""
         await asyncio.sleep(queued_seconds)
-        core, owner = self.core, self._new_owner("store")
-        core.open(owner)
-        places = core.reserve(owner, keys, 0)
-        half = CHUNK_BYTES // 2
-        for index, slot in zip(places.indices, places.slots, strict=True):
-            page = np.frombuffer(page_of(keys[index]), np.uint8)
-            self.rows[slot][:half] = page[:half]
-            await self._turn()
-            self.rows[slot][half:] = page[half:]
-            if self._chance.random() < 0.05:
-                core.unfilled([slot])
-            else:
-                core.filled([slot])
-            self.pump()
-        if kept_for and self.is_open:
-            core.peers.keep(kept_for, keys)
-        core.close(owner)
-        self.pump()
-        return len(places.slots)
+        core, half = self.core, CHUNK_BYTES // 2
+        with self._requests.opened("store") as owner:
+            places = core.reserve(owner, keys, 0)
+            for index, slot in zip(places.indices, places.slots, strict=True):
+                page = np.frombuffer(page_of(keys[index]), np.uint8)
+                self.rows[slot][:half] = page[:half]
+                await self._requests.turn()
+                self.rows[slot][half:] = page[half:]
+                if self._chance.random() < 0.05:
+                    core.unfilled([slot])
+                else:
+                    core.filled([slot])
+                self.pump()
+            if kept_for and self.is_open:
+                core.peers.keep(kept_for, keys)
+            return len(places.slots)
 
     async def load(self, keys: Sequence[bytes], whom: PeerSource, give_up_seconds: float) -> int:
         """As many leading `keys` as can be had, from here or from the peer; how many. The request
         is aborted after `give_up_seconds`."""
-        owner, before = self._new_owner("load"), self.process.seconds
-        self.core.open(owner)
-        self.core.peers.ask(owner, whom.packed(), has_all=whom.is_prefiller)
+        before = self.process.seconds
         try:
-            async with asyncio.timeout(give_up_seconds):
-                return await self._load(owner, keys)
+            with self._requests.opened("load") as owner:
+                async with asyncio.timeout(give_up_seconds):
+                    slots = await self._requests.hold(owner, keys, whom)
+                    for _ in range(2):
+                        for key, slot in zip(keys, slots, strict=False):
+                            self.require_right(key, slot, "while it is held")
+                        await self._requests.turn()
+                    return len(slots)
         except TimeoutError:
             return 0
         finally:
-            self.core.close(owner)
-            self.pump()
             seconds = self.process.seconds - before
             expect(seconds <= LOAD_SECONDS_MAX, f"a request took {seconds:.1f} seconds")
-
-    async def _load(self, owner: str, keys: Sequence[bytes]) -> int:
-        core = self.core
-        core.ask(owner, keys)
-        self.pump()
-        while core.is_asking(owner):
-            await self._turn()
-        reach = core.match(keys, owner).reach
-        while not core.hold(owner, keys[:reach]):
-            await self._turn()
-        self.pump()
-        while (held := core.held(owner)) is None:
-            await self._turn()
-        if not core.is_holding(owner):
-            return 0  # a reset gave it back
-        slots = core.claim(owner)
-        for _ in range(2):
-            for key, slot in zip(keys, slots, strict=False):
-                self.require_right(key, slot, "while it is held")
-            await self._turn()
-        return held
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         self.core.drop(keys)
@@ -322,14 +301,6 @@ class PeerEngine:
     async def reset(self) -> None:
         self.core.reset()
         self.pump()
-
-    async def _turn(self) -> None:
-        await asyncio.sleep(self._chance.choice(TURN_SECONDS))
-        self.pump()
-
-    def _new_owner(self, what: str) -> str:
-        self._requests += 1
-        return f"{what} {self._requests}"
 
     def _row(self, slot: int) -> memoryview:
         return memoryview(self.rows[slot])
