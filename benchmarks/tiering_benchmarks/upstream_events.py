@@ -20,11 +20,11 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
 )
 
-from tiering_benchmarks.announce import BLOCK_TOKENS, Prompt
+from tiering_benchmarks.announce_sides import BLOCK_TOKENS, Prompt
 
 
 class UpstreamEvents:
-    """A `tiering_benchmarks.announce.Side`."""
+    """A `tiering_benchmarks.announce_sides.Side`."""
 
     def __init__(self, blocks_per_chunk: int) -> None:
         self._tracker = OffloadingEventsTracker(
