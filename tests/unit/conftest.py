@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from regions import CAPACITY, PAGE, Child
+from tiering.testing.faults import FaultyIo
+from tiering.tiers.disk import diskio
+from tiering_kernels.chunkio import ENGINES, ChunkIo, Engine
+from tiering_kernels.engines import open_engine
 
 
 @pytest.fixture
@@ -38,3 +42,29 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield directory
     subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.fixture(params=ENGINES)
+def io(request: pytest.FixtureRequest) -> ChunkIo:
+    """Each of the engines that move batches of frames."""
+    engine: Engine = request.param
+    return open_engine(engine)
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """How `io` is to open files."""
+    wanted: bool = request.param
+    return wanted
+
+
+@pytest.fixture
+def faulty() -> FaultyIo:
+    return FaultyIo(open_engine("portable"))
+
+
+@pytest.fixture
+def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a probe of a disk would find: it syncs the disk, at each open."""
+    found = diskio.Direct(reads=False, writes=True)
+    monkeypatch.setattr(diskio, "probe", lambda *args: found)

@@ -24,29 +24,11 @@ from tiering.peers.messages import (
     Offer,
     TransferDone,
 )
+from tiering.testing.examples import example_namespace
 
 KEY = SharedKey(bytes(range(64)))
 OTHER_KEY = SharedKey(bytes(range(1, 65)))
-NAMESPACE = Namespace(
-    model="meta-llama/Llama-3.1-8B",
-    revision="main",
-    kv_dtype="bfloat16",
-    layout="LBHNC",
-    backend="FLASH_ATTN",
-    platform="cuda",
-    isa="sm90",
-    engine="vllm 0.32.0",
-    tokens_per_block=16,
-    blocks_per_chunk=4,
-    groups=("full",),
-    tp_size=2,
-    pp_size=1,
-    pcp_size=1,
-    dcp_size=1,
-    share_bytes=1 << 20,
-    ranks=2,
-    hash_algorithm="sha256",
-)
+NAMESPACE = example_namespace(tp_size=2, ranks=2)
 
 
 def introduction(

@@ -29,22 +29,8 @@ from tiering_kernels.chunkio import (
     ENGINES,
     HEADER_BYTES,
     ChunkIo,
-    Engine,
 )
 from tiering_kernels.engines import open_engine
-
-
-@pytest.fixture(params=ENGINES)
-def io(request: pytest.FixtureRequest) -> ChunkIo:
-    engine: Engine = request.param
-    return open_engine(engine)
-
-
-@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
-def direct(request: pytest.FixtureRequest) -> bool:
-    wanted: bool = request.param
-    return wanted
-
 
 # Bytes
 

@@ -28,15 +28,9 @@ from frame_batches import (
     segment,
     write,
 )
-from tiering_kernels.chunkio import BAD_CHECKSUM, ENGINES, UNNAMED, ChunkIo
-from tiering_kernels.engines import open_engine
+from tiering_kernels.chunkio import BAD_CHECKSUM, UNNAMED, ChunkIo
 
 COUNT = 40  # more than any engine has under way at once
-
-
-@pytest.fixture(params=ENGINES)
-def io(request: pytest.FixtureRequest) -> ChunkIo:
-    return open_engine(request.param)
 
 
 def in_a_new_thread(work: Callable[[], list[int]]) -> list[int]:

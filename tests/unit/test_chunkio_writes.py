@@ -25,20 +25,8 @@ from frame_batches import (
     written,
 )
 from page_gate import PageGate
-from tiering_kernels.chunkio import ENGINES, HEADER_BYTES, UNNAMED, ChunkIo, Engine
+from tiering_kernels.chunkio import HEADER_BYTES, UNNAMED, ChunkIo, Engine
 from tiering_kernels.engines import open_engine
-
-
-@pytest.fixture(params=ENGINES)
-def io(request: pytest.FixtureRequest) -> ChunkIo:
-    engine: Engine = request.param
-    return open_engine(engine)
-
-
-@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
-def direct(request: pytest.FixtureRequest) -> bool:
-    wanted: bool = request.param
-    return wanted
 
 
 @pytest.fixture

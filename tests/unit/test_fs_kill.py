@@ -3,16 +3,13 @@ lost that was acknowledged and that eviction had not reached."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from fs_places import files, opened
+from storms import killed_storm
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, payload_of
 from tiering.tiers.base import Read
 from tiering.tiers.files.limits import Limits, max_bytes_for
@@ -22,16 +19,14 @@ pytestmark = pytest.mark.slow
 KILLS, BATCH, CHUNKS = 20, 6, 40
 LIMITS = Limits(max_bytes_for(CHUNKS, CHUNK_BYTES), min_free_bytes=0)
 
-STORM = textwrap.dedent(
-    """
+STORM = """
     import asyncio, os, sys
-    sys.path.insert(0, sys.argv[1])
     from test_fs_kill import BATCH, LIMITS, Path, key_number, opened, payload_of
     from tiering.testing.examples import views
     from tiering.tiers.base import Write
     from tiering_kernels.engines import open_engine
 
-    root, first, durability, engine = Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
+    root, first, durability, engine = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 
     async def storm(first):
         io = open_engine(engine)
@@ -45,29 +40,7 @@ STORM = textwrap.dedent(
                 os.write(1, b"%d\\n" % first)
 
     asyncio.run(storm(first))
-    """
-)
-
-
-def killed_storm(root: Path, first: int, how: tuple[str, str], chance: random.Random) -> int:
-    """Store keys from number `first` on and be killed at some point; the number below which all
-    were acknowledged."""
-    arguments = [str(Path(__file__).parent), str(root), str(first), *how]
-    with subprocess.Popen(
-        [sys.executable, "-c", STORM, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        for _ in range(chance.randrange(25)):
-            first = int(child.stdout.readline())
-        for _ in range(chance.randrange(20_000)):
-            pass  # somewhere between this acknowledgement and the next one
-        child.kill()
-        rest = child.stdout.read().split()
-        child.communicate()
-    return int(rest[-1]) if rest else first
+"""
 
 
 @pytest.mark.parametrize("durability", ["none", "batch"])
@@ -77,7 +50,7 @@ async def test_nothing_acknowledged_is_lost_but_to_eviction(
     chance, first, acknowledged = random.Random(len(durability)), 0, set[int]()
     for kill in range(KILLS // 2):
         engine = ("uring", "threads", "portable")[kill % 3]
-        reached = killed_storm(tmp_path, first, (durability, engine), chance)
+        reached = killed_storm(STORM, first, 25, chance, tmp_path, first, durability, engine)
         acknowledged |= set(range(first, reached))
         first = reached + BATCH  # what was under way may be there or not
         numbers = range(first)[::-1]  # the last is read first, and stays the most recently used

@@ -65,7 +65,7 @@ def other_namespace(**fields: object) -> Pair:
         (
             other_namespace(model="other"),
             "another namespace: model is 'other' on the dialling engine, "
-            "'meta-llama/Llama-3.1-8B' on the dialled",
+            "'org/model' on the dialled",
         ),
         (
             other_namespace(kv_dtype="fp8_e4m3"),

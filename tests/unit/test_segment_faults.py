@@ -13,7 +13,6 @@ from segment_places import (
     KEYS,
     SLOT_BYTES,
     SetClock,
-    an_engine,
     balanced,
     hits,
     make_tier,
@@ -30,17 +29,7 @@ from tiering.tiers.base import Delete, Failed, Read, Write
 from tiering.tiers.disk import diskio
 from tiering.tiers.segments import files as segment_files
 
-
-@pytest.fixture(autouse=True)
-def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a probe would find: it syncs the disk, at each open."""
-    found = diskio.Direct(reads=False, writes=True)
-    monkeypatch.setattr(diskio, "probe", lambda *args: found)
-
-
-@pytest.fixture
-def faulty() -> FaultyIo:
-    return FaultyIo(an_engine("portable"))
+pytestmark = pytest.mark.usefixtures("one_probe")
 
 
 # Damage

@@ -4,32 +4,29 @@ nothing lost that was acknowledged and that eviction had not reached."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from segment_places import KEYS, an_engine, engines, opened
+from storms import killed_storm
 from tiering.testing.examples import blank, key_number, payload_of
 from tiering.tiers.base import Read
 from tiering.tiers.disk import diskio
 
 pytestmark = pytest.mark.slow
 
-BATCH = 6
+BATCH, COUNT = 6, 240
 STORM = """
     import asyncio, os, sys
     from pathlib import Path
 
-    sys.path.insert(0, sys.argv[1])
     from segment_places import an_engine, make_tier
     from tiering.testing.examples import key_number, payload_of, views
     from tiering.tiers.disk import diskio
     from tiering.tiers.base import Write
 
-    diskio.probe = lambda *args: diskio.Direct(reads=True, writes=sys.argv[4] != "portable")
+    diskio.probe = lambda *args: diskio.Direct(reads=True, writes=sys.argv[3] != "portable")
 
 
     async def storm(root, first, engine, slots, count):
@@ -46,7 +43,7 @@ STORM = """
         sys.stdin.read()
 
 
-    root, first, engine, slots, count = sys.argv[2:]
+    root, first, engine, slots, count = sys.argv[1:]
     asyncio.run(storm(Path(root), int(first), engine, int(slots), int(count)))
 """
 
@@ -55,28 +52,6 @@ STORM = """
 def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     found = diskio.Direct(reads=False, writes=False)
     monkeypatch.setattr(diskio, "probe", lambda *args: found)
-
-
-def killed_storm(
-    root: Path, first: int, engine: str, slots: int, count: int, chance: random.Random
-) -> int:
-    """Store `count` keys from number `first` on and be killed at some point; the number below
-    which all were acknowledged."""
-    here = str(Path(__file__).parent)
-    arguments = [here, str(root), str(first), engine, str(slots), str(count)]
-    command = [sys.executable, "-c", textwrap.dedent(STORM), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        for _ in range(chance.randrange(count // BATCH)):
-            first = int(child.stdout.readline())
-        # Somewhere between this acknowledgement and the next one.
-        for _ in range(chance.randrange(20_000)):
-            pass
-        child.kill()
-        rest = child.stdout.read().decode().splitlines()
-        child.communicate()
-    return int(rest[-1]) if rest else first
 
 
 async def found_after(root: Path, engine: str, slots: int, highest: int) -> set[int]:
@@ -98,7 +73,8 @@ async def found_after(root: Path, engine: str, slots: int, highest: int) -> set[
 async def test_nothing_acknowledged_is_lost_where_nothing_is_evicted(tmp_path: Path) -> None:
     chance, first, acknowledged = random.Random(5), 0, set[int]()
     for engine in (engines() * 7)[:7]:
-        reached = killed_storm(tmp_path, first, engine, 2000, 240, chance)
+        how = tmp_path, first, engine, 2000, COUNT
+        reached = killed_storm(STORM, first, COUNT // BATCH, chance, *how)
         acknowledged |= set(range(first, reached))
         assert await found_after(tmp_path, engine, 2000, reached) >= acknowledged
         first = reached + BATCH  # what was under way may be there or not
@@ -108,7 +84,8 @@ async def test_nothing_acknowledged_is_lost_where_nothing_is_evicted(tmp_path: P
 async def test_what_is_kept_of_a_storm_with_eviction_is_the_latest(tmp_path: Path) -> None:
     chance, first, slots, acknowledged = random.Random(6), 0, 40, set[int]()
     for engine in (engines() * 13)[:13]:
-        reached = killed_storm(tmp_path, first, engine, slots, 240, chance)
+        how = tmp_path, first, engine, slots, COUNT
+        reached = killed_storm(STORM, first, COUNT // BATCH, chance, *how)
         acknowledged |= set(range(first, reached))
         first = reached + BATCH
         found = await found_after(tmp_path, engine, slots, first)

@@ -30,24 +30,13 @@ from tiering.errors import ConfigError, TierError
 from tiering.testing.examples import CHUNK_BYTES, blank, payload_of, scanned, stored, views
 from tiering.testing.faults import FaultyIo
 from tiering.tiers.base import Delete, Read, Write
-from tiering.tiers.disk import diskio
 from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.segments import files as segment_files
 from tiering.tiers.segments import opening as segment_open
 from tiering.tiers.segments.table import record_at
 from tiering.tiers.segments.tier import SegmentTier
 
-
-@pytest.fixture(autouse=True)
-def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a probe would find: it syncs the disk, at each open."""
-    found = diskio.Direct(reads=False, writes=True)
-    monkeypatch.setattr(diskio, "probe", lambda *args: found)
-
-
-@pytest.fixture
-def faulty() -> FaultyIo:
-    return FaultyIo(an_engine("portable"))
+pytestmark = pytest.mark.usefixtures("one_probe")
 
 
 # Eviction and recency

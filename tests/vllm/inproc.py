@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from prompts import BLOCK
+from prompts import BLOCK, random_prompt
 from tiering_benchmarks.server import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -173,6 +173,31 @@ def assert_at_rest(engine: EngineProcess) -> None:
     ready, free = (state["slots"].get(name, 0) for name in ("READY", "FREE"))
     assert ready + free == state["rows"], state["slots"]
     assert ready == state["indexed"]
+
+
+def assert_one_block_left_out_is_seen(
+    engine: EngineProcess, prompt: Sequence[int], hit: int
+) -> None:
+    """The negative control: without it, no equality of answers would prove anything. `hit` tokens
+    of `prompt` can be had."""
+    engine.ask(prompt)
+    warm = engine.ask(prompt)
+    restored = []
+    for fault in ("none", "drop"):
+        # Device blocks go through other hands, so that the one left out is not right by chance.
+        engine.ask_all([random_prompt((fault, i), 62 * BLOCK) for i in range(3)], 1)
+        if fault != "none":
+            engine.call("break_copies", direction="scatter", fault=fault, copies=1)
+        with engine.counting() as grown:
+            restored.append(engine.ask(prompt))
+        assert grown["host"] == hit
+    assert engine.call("copies_broken") == 1
+    whole, broken = restored
+    assert whole == warm
+    assert broken.cached_tokens == warm.cached_tokens
+    change = max(abs(b - w) for b, w in zip(broken.logprobs, warm.logprobs, strict=True))
+    assert change > 0.01
+    engine.call("reset")
 
 
 class Calls:

@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 
-from inproc import BLOCK_BYTES, Answer, EngineProcess, assert_at_rest, connector_config
+from inproc import (
+    BLOCK_BYTES,
+    Answer,
+    EngineProcess,
+    assert_at_rest,
+    assert_one_block_left_out_is_seen,
+    connector_config,
+)
 from prompts import BLOCK, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -177,27 +184,9 @@ def test_another_process_hits_the_disk_with_its_first_request(
 
 
 def test_one_block_left_unwritten_is_seen(engine_of: EngineOf) -> None:
-    engine = engine_of(2)
-    """The negative control: without it, no equality above would prove anything."""
-    prompt = random_prompt("control", 48 * BLOCK + 8)
-    engine.ask(prompt)
-    warm = engine.ask(prompt)
-    restored = []
-    for fault in ("none", "drop"):
-        # Device blocks go through other hands, so that the one left out is not right by chance.
-        engine.ask_all([random_prompt((fault, i), 62 * BLOCK) for i in range(3)], 1)
-        if fault != "none":
-            engine.call("break_copies", direction="scatter", fault=fault, copies=1)
-        with engine.counting() as grown:
-            restored.append(engine.ask(prompt))
-        assert grown["host"] == 48 * BLOCK
-    assert engine.call("copies_broken") == 1
-    whole, broken = restored
-    assert whole == warm
-    assert broken.cached_tokens == warm.cached_tokens
-    change = max(abs(b - w) for b, w in zip(broken.logprobs, warm.logprobs, strict=True))
-    assert change > 0.01
-    engine.call("reset")
+    assert_one_block_left_out_is_seen(
+        engine_of(2), random_prompt("control", 48 * BLOCK + 8), 48 * BLOCK
+    )
 
 
 def test_a_failed_load_is_computed(engine_of: EngineOf) -> None:
