@@ -34,10 +34,11 @@ async def _ask(me: Half, port: int, chance: random.Random, found: Counter[int]) 
             await me.store(keys, f"q{chance.randrange(100)}" if chance.random() < 0.3 else "")
 
 
-async def _until_something_comes(found: Counter[int]) -> None:
+async def _until_something_comes(child: OtherHalf, found: Counter[int]) -> None:
     before = found.total() - found[0]
     async with asyncio.timeout(HANG_SECONDS):
-        while found.total() - found[0] < before + 3:  # noqa: ASYNC110
+        while found.total() - found[0] < before + 3:
+            assert child.process.poll() is None, "it has failed by itself"
             await asyncio.sleep(0.01)
 
 
@@ -78,7 +79,7 @@ async def test_a_peer_may_die_or_stop_at_any_moment(seed: int) -> None:
         asking = [loop.create_task(_ask(me, port, chance, found)) for _ in range(4)]
         try:
             for _ in range(2):
-                await _until_something_comes(found)
+                await _until_something_comes(child, found)
                 if not await _strike(child, chance):
                     child.__exit__()
                     child = await asyncio.to_thread(OtherHalf, transport, other, port)
