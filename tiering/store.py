@@ -31,6 +31,7 @@ from tiering.residency.state import SlotState
 from tiering.tiers.base import Tier
 from tiering.tiers.host import Region, region_name
 from tiering.tiers.peers.source import PeerSource
+from tiering.underway import to_the_end
 from tiering.wiring import announced_tiers, build_core, build_tiers, peer_tiers
 
 FLUSH_SECONDS = 60.0
@@ -368,13 +369,4 @@ def _as_bytes(page: Page, size: int) -> memoryview:
 
 async def _in_thread(work: Callable[..., None], *args: object) -> None:
     """Run `work` in a thread; if cancelled, come back only when it has ended."""
-    running = asyncio.get_running_loop().run_in_executor(None, work, *args)
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            cancelled = error  # it may come again, and the thread still has the memory
-    if cancelled is not None:
-        raise cancelled
-    running.result()
+    await to_the_end(asyncio.get_running_loop().run_in_executor(None, work, *args))

@@ -1,10 +1,14 @@
-"""What is under way inside of something, for whoever closes it to wait for. Of one event loop."""
+"""What is under way, for whoever closes the thing that it is inside of, or has lent it memory, to
+wait for. Of one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Of = TypeVar("Of")
 
 
 class UnderWay:
@@ -34,3 +38,26 @@ class UnderWay:
 
     def __repr__(self) -> str:
         return f"<UnderWay {self._count}>"
+
+
+async def to_the_end(work: asyncio.Future[Of], on_cancel: Callable[[], object] | None = None) -> Of:
+    """What `work` gives or raises. Cancelled, however often, this raises CancelledError only when
+    `work` has ended: it may have its caller's memory until then. `on_cancel`, called each time, may
+    end it sooner."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if on_cancel is not None:
+                on_cancel()
+    try:
+        if cancelled is None:
+            return work.result()
+        if not work.cancelled():
+            work.exception()  # nobody is to hear of it
+        raise cancelled
+    finally:
+        # Or the error's traceback, which has the caller's buffers, would hold itself.
+        cancelled = None

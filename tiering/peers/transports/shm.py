@@ -9,7 +9,6 @@ there is whole, but nobody says what it is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
 import os
 import secrets
@@ -36,7 +35,7 @@ from tiering.peers.transports.base import (
 )
 from tiering.peers.transports.doors import Door, DoorTransport, Terms, enter
 from tiering.peers.transports.wire import Broken, Line, Wire
-from tiering.underway import UnderWay
+from tiering.underway import UnderWay, to_the_end
 from tiering_kernels.copies import copy_rows
 
 QUIET_SECONDS_MAX = 4.0
@@ -223,7 +222,7 @@ class ShmLink(Link):
         if len(slots) * self._row_bytes <= INLINE_BYTES_MAX:
             copied = copy_rows(rows, generations, slots, wanted, into)
         else:
-            copied = await _finished(
+            copied = await to_the_end(
                 asyncio.get_running_loop().run_in_executor(
                     self._threads, copy_rows, rows, generations, slots, wanted, into
                 )
@@ -232,17 +231,6 @@ class ShmLink(Link):
 
     def _spoke(self) -> None:
         self._line.close("a word where none is expected")
-
-
-async def _finished(work: asyncio.Future[list[bool]]) -> list[bool]:
-    """What `work` gives. Cancelled, this comes back only when the work is over."""
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        raise
 
 
 def _mapped(space: Space) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,6 @@ lock. Neither side keeps any row: what a slow receiver has not taken stays in th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import struct
@@ -33,6 +32,7 @@ from tiering.peers.transports.base import (
 )
 from tiering.peers.transports.doors import Door, DoorTransport, Terms, enter
 from tiering.peers.transports.wire import Broken, Line, Wire
+from tiering.underway import to_the_end
 from tiering_kernels.rowstream import StreamEnded, row_stream
 
 log = logging.getLogger("tiering")
@@ -336,14 +336,7 @@ class TcpLink(Link):
         request = _COUNT.pack(len(wanted)) + b"".join(wanted)
         work = self._threads.run(_ask, line.wire.lend(), request, into)
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            line.close()
-            while not work.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
-            work.exception()
-            raise
+            return await to_the_end(work, line.close)
         finally:
             line.wire.take_back()
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from tiering.errors import ClosedError
+from tiering.underway import to_the_end
 
 SPAN_ITEMS_MAX = 16
 """Items that one thread does in one go: large batches then do not hold up small ones."""
@@ -117,7 +118,7 @@ class IoPool:
         with self._wake:
             self._queues[lane].extend((batch, span) for span in spans)
             self._wake.notify(len(spans))
-        await self._finished(batch)
+        await to_the_end(asyncio.wrap_future(batch.done), lambda: self._withdraw(batch))
         if batch.error is not None:
             raise batch.error
         return batch.results
@@ -136,18 +137,6 @@ class IoPool:
             for thread in self._threads:
                 thread.join()  # each has left its last function: microseconds
             self._threads = []
-
-    async def _finished(self, batch: _Batch) -> None:
-        done = asyncio.wrap_future(batch.done)
-        cancelled: asyncio.CancelledError | None = None
-        while not done.done():
-            try:
-                await asyncio.wait([done])
-            except asyncio.CancelledError as error:
-                cancelled = error
-                self._withdraw(batch)
-        if cancelled is not None:
-            raise cancelled
 
     def _withdraw(self, batch: _Batch) -> None:
         """Take back the spans of `batch` that no thread has; those under way stop early."""

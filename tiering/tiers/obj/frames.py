@@ -13,6 +13,7 @@ from typing import Any
 
 from tiering.tiers import frame
 from tiering.tiers.disk.iopool import IoPool, Lane
+from tiering.underway import to_the_end
 
 _AT_ONCE_MAX = 16
 
@@ -62,22 +63,13 @@ class Frames:
         if self._crossing is None or self._crossing.done():
             # Not in a TaskGroup: it does the work of several callers, of whom none owns it.
             self._crossing = loop.create_task(self._cross())
-        cancelled: asyncio.CancelledError | None = None
-        while not work.done.done():
-            try:
-                await asyncio.wait({work.done})
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if work in self._gathered:
-                    self._gathered.remove(work)
-                    break
-        try:
-            if cancelled is not None:
-                raise cancelled
-            return work.done.result()
-        finally:
-            # Or the error's traceback, which has the caller's buffers, would hold itself.
-            cancelled = None
+
+        def take_back() -> None:
+            if work in self._gathered:
+                self._gathered.remove(work)
+                work.done.cancel()
+
+        return await to_the_end(work.done, take_back)
 
     async def _cross(self) -> None:
         while self._gathered:
