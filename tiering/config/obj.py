@@ -40,8 +40,13 @@ def told_secret(secret: SecretStr) -> str:
     return "(hidden)" if secret.get_secret_value() else ""
 
 
+def is_one_word(credential: str) -> bool:
+    """Whether it can be part of a request's header: no blanks, no line breaks, ASCII."""
+    return not _HEADER_BREAKS.search(credential)
+
+
 def _one_line(secret: SecretStr) -> SecretStr:
-    if _HEADER_BREAKS.search(secret.get_secret_value()):
+    if not is_one_word(secret.get_secret_value()):
         raise refused(
             "holds blanks, line breaks or other characters that no credential has",
             "copy it again, without what surrounds it",

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, CredentialRetrievalError
 
-from tiering.config.obj import BucketConfig
+from tiering.config.obj import BucketConfig, is_one_word
+from tiering.tiers.obj.dialect import shown
 from tiering.tiers.obj.store import CredentialsError
 
 _AWS_REGION = re.compile(r"\bs3[.-]((?:[a-z]+-)+\d+)\.amazonaws\.com")
@@ -82,7 +85,10 @@ class Wallet:
         async with self._lock:
             if self._found is None:
                 self._found = await self._read()
-            return await self._frozen(self._found)
+            found = self._found
+        # Without the lock: while one renews keys that are good for some minutes yet, which may
+        # hang, the others go on with these.
+        return await self._frozen(found)
 
     async def renewed(self, refused: Keys) -> Keys:
         """Other keys than `refused`, which a store did not accept, or those that the chain was read
@@ -108,22 +114,39 @@ class Wallet:
     async def _read(self) -> AioCredentials:
         """With a session of its own: one keeps what it once read."""
         self._readings += 1
-        try:
+        with _chain_errors():
             found = await AioSession().get_credentials()
-        except BotoCoreError as error:
-            raise CredentialsError(f"AWS's chain fails: {_told(error)}; {_WAY_OUT}") from None
         if found is None:
             raise NoCredentials(f"AWS's chain has no credentials; {_WAY_OUT}")
         return found
 
     async def _frozen(self, found: AioCredentials) -> Keys:
+        readings = self._readings
         try:
-            frozen = await found.get_frozen_credentials()
-        except BotoCoreError as error:
-            self._found = None
-            raise CredentialsError(f"AWS's chain fails: {_told(error)}; {_WAY_OUT}") from None
-        self._last = Keys(frozen.access_key, frozen.secret_key, frozen.token, self._readings)
-        return self._last
+            with _chain_errors():
+                frozen = await found.get_frozen_credentials()
+        except CredentialsError:
+            if self._found is found:
+                self._found = None
+            raise
+        keys = Keys(frozen.access_key, frozen.secret_key, frozen.token, readings)
+        if not all(map(is_one_word, (keys.access_key, keys.secret_key, keys.token or ""))):
+            raise CredentialsError(
+                f"AWS's chain ({found.method}) has credentials with a blank or a line break in "
+                "them, perhaps at the end; correct them"
+            )
+        self._last = keys
+        return keys
+
+
+@contextmanager
+def _chain_errors() -> Iterator[None]:
+    """CredentialsError for whatever goes wrong within: the chain reads files, starts programs and
+    asks services, and raises what each of these happens to."""
+    try:
+        yield
+    except Exception as error:
+        raise CredentialsError(f"AWS's chain fails: {_told(error)}; {_WAY_OUT}") from None
 
 
 def of_aws(setting: str) -> str:
@@ -143,8 +166,8 @@ def _given(config: BucketConfig) -> Keys | None:
     return Keys(access_key, secret_key, token or None) if access_key else None
 
 
-def _told(error: BotoCoreError) -> str:
-    """Without what a program that makes credentials printed."""
+def _told(error: Exception) -> str:
+    """In one line, without what a program that makes credentials printed."""
     if isinstance(error, CredentialRetrievalError):
         return f"{type(error).__name__} from {error.kwargs.get('provider')}"
-    return f"{type(error).__name__}: {error}"
+    return shown(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from collections.abc import Awaitable
 from contextlib import suppress
 
 from tiering.clock import Clock
@@ -17,7 +18,7 @@ from tiering.config.obj import BucketConfig
 from tiering.config.problems import ABSENT, Shown
 from tiering.errors import ConfigError
 from tiering.tiers.obj import dialect
-from tiering.tiers.obj.credentials import NoCredentials, Wallet
+from tiering.tiers.obj.credentials import Keys, NoCredentials, Wallet
 from tiering.tiers.obj.dialect import Answer
 from tiering.tiers.obj.store import CredentialsError, StoreError
 from tiering.tiers.obj.wire import Wire
@@ -57,15 +58,18 @@ async def _open(wire: Wire, cause: _Cause) -> None:
 
 async def _list(wallet: Wallet, wire: Wire, prefix: str, cause: _Cause) -> None:
     query = dialect.list_query(prefix, token=None, after="", limit=1)
-    try:
+
+    async def ask(keys: Keys) -> Answer:
         async with asyncio.timeout(_SECONDS_MAX):
-            keys = await wallet.keys()
-            answer = await wire.exchange(keys, "GET", query=query, count_as="list")
-            if answer.is_stale and not cause.are_given:
-                # Without others, what the store said of these tells more.
-                with suppress(CredentialsError):
-                    keys = await wallet.renewed(keys)
-                    answer = await wire.exchange(keys, "GET", query=query, count_as="list")
+            return await wire.exchange(keys, "GET", query=query, count_as="list")
+
+    try:
+        keys = await _in_time(wallet.keys())
+        answer = await ask(keys)
+        if answer.is_stale and not cause.are_given:
+            # Without others, what the store said of these tells more.
+            with suppress(CredentialsError):
+                answer = await ask(await _in_time(wallet.renewed(keys)))
     except TimeoutError:
         raise await cause.of_silence(f"does not answer within {_SECONDS_MAX:g} s") from None
     except CredentialsError as error:
@@ -79,6 +83,15 @@ async def _list(wallet: Wallet, wire: Wire, prefix: str, cause: _Cause) -> None:
             raise cause.unreachable("answers, but not as an S3 store does") from None
     else:
         cause.of_answer(answer, wire.region, wallet)
+
+
+async def _in_time(reading: Awaitable[Keys]) -> Keys:
+    """CredentialsError also where AWS's chain, and not the store, takes too long."""
+    try:
+        async with asyncio.timeout(_SECONDS_MAX):
+            return await reading
+    except TimeoutError:
+        raise CredentialsError(f"AWS's chain gives none within {_SECONDS_MAX:g} s") from None
 
 
 class _Cause:

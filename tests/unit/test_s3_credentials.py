@@ -1,0 +1,173 @@
+"""AWS's chain of credentials, where it fails, hangs or finds what is no use: files, programs and
+services are none of ours, and whatever they raise is a StoreError, or at start a ConfigError."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from scripted_s3 import Fault, ScriptedS3
+from tiering.config import BucketConfig
+from tiering.errors import ConfigError
+from tiering.tiers.obj import probe
+from tiering.tiers.obj.s3 import S3Store
+from tiering.tiers.obj.store import CredentialsError
+
+# AWS's tools renew keys that end sooner than in a quarter of an hour, and use them meanwhile.
+ADVISORY = timedelta(minutes=12)
+NEVER = timedelta(days=1)
+OVER = timedelta(days=-1)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedS3]:
+    with ScriptedS3() as found:
+        found.objects["there"] = b"body"
+        yield found
+
+
+@pytest.fixture
+def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A chain that has nothing but a configuration file, which is not there yet; the file."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def program(aws: Path, text: str) -> None:
+    """Have a program with `text`, for a shell, make the credentials."""
+    path = aws.with_name("program")
+    path.write_text(f"#!/bin/sh\ncd {aws.parent}\n{text}\n")
+    path.chmod(0o700)
+    aws.write_text(f"[default]\ncredential_process = {path}\n")
+
+
+def printed(ends_in: timedelta, access_key: str = "made") -> str:
+    ends = (datetime.now(UTC) + ends_in).isoformat()
+    keys = {"AccessKeyId": access_key, "SecretAccessKey": "hushhush", "Expiration": ends}
+    return f"echo '{json.dumps({'Version': 1} | keys)}'"
+
+
+def workload(aws: Path, server: ScriptedS3, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have a service make the credentials, at the store's address; the file that it asks for."""
+    token = aws.with_name("token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/kv")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server.endpoint)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return token
+
+
+def make_store(server: ScriptedS3) -> S3Store:
+    return S3Store(BucketConfig(bucket=server.bucket, endpoint_override=server.endpoint))
+
+
+async def get(store: S3Store) -> bytes:
+    found = bytearray(4)
+    assert await store.get("there", [memoryview(found)])
+    return bytes(found)
+
+
+async def why_not_opened(server: ScriptedS3) -> ConfigError:
+    """In one line, about the key of the credentials."""
+    with pytest.raises(ConfigError) as caught:
+        await make_store(server).open()
+    assert caught.value.path == "store_config.access_key"
+    assert "\n" not in str(caught.value)
+    assert "hushhush" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo no JSON", "JSONDecodeError"),
+        (printed(OVER), "still expired"),
+        ("echo hushhush >&2; exit 3", "CredentialRetrievalError from custom-process"),
+    ],
+)
+async def test_a_program_that_makes_no_credentials(
+    server: ScriptedS3, aws: Path, text: str, reason: str
+) -> None:
+    program(aws, text)
+    error = await why_not_opened(server)
+    assert "AWS's chain fails: " in error.reason
+    assert reason in error.reason
+    assert "~/.aws/credentials" in error.reason
+
+
+@pytest.mark.slow
+async def test_what_the_chain_needs_and_is_not_there(
+    server: ScriptedS3, aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aws.write_text("[default]\ncredential_process = /none/program\n")
+    assert "No such file or directory: '/none/program'" in (await why_not_opened(server)).reason
+    aws.unlink()
+    token = workload(aws, server, monkeypatch)
+    assert f"No such file or directory: '{token}'" in (await why_not_opened(server)).reason
+    # A service that gives no role: this one knows of none.
+    token.write_text("a token")
+    assert "AssumeRoleWithWebIdentity" in (await why_not_opened(server)).reason
+
+
+async def test_a_line_break_behind_a_key_is_named(
+    server: ScriptedS3, aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "found")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hushhush\n")
+    error = await why_not_opened(server)
+    assert "AWS's chain (env) has credentials with a blank or a line break" in error.reason
+
+
+async def test_a_chain_that_hangs_is_not_the_stores_fault(
+    server: ScriptedS3, aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_SECONDS_MAX", 0.3)
+    workload(aws, server, monkeypatch).write_text("a token")
+    server.script = lambda asked: Fault(delay_seconds=30.0) if asked.verb == "multipart" else None
+    error = await why_not_opened(server)
+    assert "AWS's chain gives none within 0.3 s" in error.reason
+
+
+async def test_a_chain_that_fails_while_a_store_is_used_fails_requests_only(
+    server: ScriptedS3, aws: Path
+) -> None:
+    program(aws, printed(NEVER))
+    store = make_store(server)
+    await store.open()
+    server.accepted = {"others"}
+    for text, reason in ((printed(OVER), "still expired"), ("echo no JSON", "JSONDecodeError")):
+        program(aws, text)
+        with pytest.raises(CredentialsError, match=reason):
+            await get(store)
+    program(aws, printed(NEVER, "others"))
+    assert await get(store) == b"body"
+    await store.close()
+
+
+async def test_while_one_request_renews_keys_the_others_go_on_with_them(
+    server: ScriptedS3, aws: Path
+) -> None:
+    """The program runs twice while the store is opened, and hangs from then on."""
+    waits = "while [ -e 2 ] && [ ! -e go ]; do touch waits; sleep 0.02; done"
+    counts = "if [ -e 1 ]; then touch 2; fi; touch 1"
+    program(aws, f"{waits}; {counts}; {printed(ADVISORY)}")
+    store = make_store(server)
+    await store.open()
+    first = asyncio.create_task(get(store))
+    while not aws.with_name("waits").exists():  # noqa: ASYNC110 (a program makes it)
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5.0):
+        assert await asyncio.gather(*(get(store) for _ in range(3))) == [b"body"] * 3
+    assert not first.done()
+    aws.with_name("go").touch()
+    assert await first == b"body"
+    await store.close()
