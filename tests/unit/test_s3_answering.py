@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiering.tiers.obj import dialect
 from tiering.tiers.obj.answering import Answering, NoHttpError
-from tiering.tiers.obj.store import LengthError, StoreError
+from tiering.tiers.obj.dialect import Answer
+from tiering.tiers.obj.store import LengthError, StoreError, ThrottledError
 
 BODY = bytes(range(256)) * 5
 
@@ -90,6 +92,7 @@ def test_an_object_of_another_length_is_one(answer: bytes, wrong: str) -> None:
         (b"\x15\x03\x01\x00\x02\x02\x46\r\n\r\n", "does not answer as HTTP"),
         (b"HTTP/1.1 99 X\r\n\r\n", "does not answer as HTTP"),
         (told("Content-Length: -1"), "length that is no number"),
+        (told("Content-Length: " + "1" * 5000), "length that is no number"),
         (told("Content-Length: 1", "content-length: 2"), "two lengths"),
         (told("no colon"), "header that is none"),
         (told(" folded: x"), "header that is none"),
@@ -140,3 +143,27 @@ def test_a_connection_is_kept_where_nothing_is_left_on_it(answer: bytes, keeps: 
     feed(answering, answer, [])
     assert answering.is_whole
     assert answering.keeps_alive == keeps
+
+
+@pytest.mark.parametrize("encoding", ["Shift_JIS", "gb2312", "no-such-one"])
+def test_a_page_in_an_encoding_that_the_parser_does_not_know_is_an_error_without_a_code(
+    encoding: str,
+) -> None:
+    """As a gateway in between sends one."""
+    page = f'<?xml version="1.0" encoding="{encoding}"?><html>Forbidden</html>'.encode()
+    answer = Answer(403, {}, page)
+    assert not answer.is_stale
+    assert str(dialect.refusal("GET a", answer)).startswith("GET a: 403;")
+    with pytest.raises(StoreError, match="no listing"):
+        dialect.listing(page)
+
+
+@pytest.mark.parametrize(
+    "until",
+    ["Mon, 01 Jan 99999999999 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 +99999", "1" * 5000],
+)
+def test_a_time_to_wait_that_no_clock_has_is_none(until: str) -> None:
+    headers = {"retry-after": until, "date": "Mon, 01 Jan 2024 00:00:00 GMT"}
+    error = dialect.refusal("GET a", Answer(503, headers))
+    assert isinstance(error, ThrottledError)
+    assert error.retry_after_seconds is None

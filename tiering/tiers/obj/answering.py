@@ -16,6 +16,8 @@ from tiering.tiers.obj.store import LengthError, StoreError
 _HEAD_BYTES_MAX = 64 << 10
 # Of what is kept of an answer: a page of 1,000 of the longest names is half of that.
 _KEPT_BYTES_MAX = 8 << 20
+# Of a length; Python's own limit is larger and raises another error.
+_DIGITS_MAX = 18
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: |$)")
 _END = b"\r\n\r\n"
 
@@ -151,7 +153,7 @@ class Answering:
             self._left, self._chunks = None, _Chunks()
         elif length is None:
             self._left = None
-        elif length.isascii() and length.isdecimal():
+        elif length.isascii() and length.isdecimal() and len(length) <= _DIGITS_MAX:
             self._left = int(length)
         else:
             raise NoHttpError("has a length that is no number")

@@ -155,7 +155,7 @@ def listing(body: bytes) -> Page:
             modified = datetime.fromisoformat(entry.findtext("{*}LastModified") or "").timestamp()
             size_bytes = int(entry.findtext("{*}Size") or "")
             objects.append(Listed(unquote_plus(name) if is_quoted else name, size_bytes, modified))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise StoreError(f"a listing has an entry that makes no sense: {error}") from error
     is_cut = root.findtext("{*}IsTruncated") == "true"
     return Page(objects, root.findtext("{*}NextContinuationToken") or None if is_cut else None)
@@ -209,7 +209,8 @@ def is_completed(body: bytes) -> bool:
 def _parsed(body: bytes) -> ElementTree.Element | None:
     try:
         return ElementTree.fromstring(body) if body else None
-    except ElementTree.ParseError:
+    except (ElementTree.ParseError, LookupError, ValueError):
+        # The last two are of encodings that the parser does not know, as in pages of gateways.
         return None
 
 
@@ -225,7 +226,7 @@ def _texts(element: ElementTree.Element) -> dict[str, str]:
 def _date(text: str) -> datetime | None:
     try:
         found = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     # Without a zone it could not be compared.
     return found if found.tzinfo is not None else None
