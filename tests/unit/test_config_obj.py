@@ -49,6 +49,11 @@ def bucket(**keys: Any) -> BucketConfig:
             {"endpoint_override": "https://s3.eu-west-1.amazonaws.com", "addressing": "path"},
             "https://s3.eu-west-1.amazonaws.com/kv/",
         ),
+        ({"endpoint_override": "minio_1.my-net:9000"}, "http://minio_1.my-net:9000/kv/"),
+        (
+            {"endpoint_override": "https://s3.us-east-1.amazonaws.com", "bucket": "b" * 64},
+            f"https://s3.us-east-1.amazonaws.com/{'b' * 64}/",
+        ),
         (
             {"endpoint_override": "https://s3.us-east-1.amazonaws.com", "bucket": "Capitals"},
             "https://s3.us-east-1.amazonaws.com/Capitals/",
@@ -79,6 +84,12 @@ REFUSED = {
     "no endpoint": ({"endpoint_override": ""}, "endpoint_override", "no host", "minio.example"),
     "a bracket too few": ({"endpoint_override": "[::1"}, "endpoint_override", "IPv6", "[::1]:9000"),
     "no address": ({"endpoint_override": "[h]:1"}, "endpoint_override", "IPv6", "[::1]:9000"),
+    "two dots": (
+        {"endpoint_override": "minio..example"}, "endpoint_override", "is no host", "minio.example",
+    ),
+    "a label too long": (
+        {"endpoint_override": "h" * 64 + ".example"}, "endpoint_override", "is no host", "alone",
+    ),
     "no port": ({"endpoint_override": "h:"}, "endpoint_override", "no port", "host and port"),
     "a name as port": ({"endpoint_override": "h:s3"}, "endpoint_override", "65535", "host and"),
     "port 0": ({"endpoint_override": "h:0"}, "endpoint_override", "65535", "host and port"),
@@ -109,6 +120,10 @@ REFUSED = {
     "a bucket in front of an address": (
         {"endpoint_override": "127.0.0.1", "addressing": "virtual"},
         "addressing", "is an address", '"path"',
+    ),
+    "a bucket too long for a name of a host": (
+        {"bucket": "b" * 64, "addressing": "virtual"},
+        "addressing", "no host can have a name", '"path"',
     ),
     "dots that no certificate covers": (
         {"bucket": "a.b", "scheme": "https", "addressing": "virtual"},

@@ -13,8 +13,10 @@ import pytest
 from s3_servers import self_signed, server_context
 from scripted_s3 import ScriptedS3
 from tiering.config import BucketConfig
+from tiering.errors import ConfigError
 from tiering.tiers.obj import wire as wires
 from tiering.tiers.obj.credentials import Keys
+from tiering.tiers.obj.s3 import S3Store
 from tiering.tiers.obj.store import NotNowError, StoreError
 from tiering.tiers.obj.wire import Wire
 
@@ -195,6 +197,44 @@ async def test_no_line_of_a_request_becomes_two() -> None:
             await wire.exchange(Keys("a", "b", "token\r\nX: y"), "GET", "a")
 
 
+@pytest.fixture
+def no_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is named that no proxy is used for."""
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+
+
+@pytest.mark.usefixtures("no_exceptions")
+@pytest.mark.parametrize(
+    ("proxy", "wrong"),
+    [
+        ("socks5://127.0.0.1:1080", "none for HTTP"),
+        ("http://127.0.0.1:port", "none for HTTP"),
+        ("http://[::1", "none for HTTP"),
+        ("http://", "none for HTTP"),
+        ("http://me:hushhush@127.0.0.1:1", "proxy 127.0.0.1 of the environment: Connection ref"),
+        ("127.0.0.1:1", "proxy 127.0.0.1 of the environment: Connection refused"),
+        ("http://a..b:1", "proxy a..b of the environment: a..b is no name"),
+    ],
+)
+async def test_a_proxy_that_cannot_be_used_is_told_and_its_login_is_not(
+    proxy: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(StoreError) as caught:
+        async with wire_to("http://127.0.0.1:1") as wire:
+            await wire.exchange(KEYS, "GET", "a")
+    assert wrong in str(caught.value)
+    assert "hushhush" not in str(caught.value)
+    given = {"bucket": "bucket", "access_key": "a", "secret_key": "hushhush"}
+    store = S3Store(BucketConfig(endpoint_override="127.0.0.1:1", **given))
+    with pytest.raises(ConfigError) as refused:
+        await store.open()
+    assert wrong in refused.value.reason
+    assert refused.value.path == "store_config.endpoint_override"
+
+
+@pytest.mark.usefixtures("no_exceptions")
 @pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_a_proxy_of_the_environment_is_used(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +246,8 @@ async def test_a_proxy_of_the_environment_is_used(
         heads.append(head)
         up, down = await asyncio.open_connection("127.0.0.1", server.port)
         if head.startswith("CONNECT"):
-            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            # As small proxies say it, which does not mean that the tunnel is at its end.
+            writer.write(b"HTTP/1.0 200 Connection established\r\n\r\n")
         else:
             down.write(head.replace(f"http://127.0.0.1:{server.port}", "", 1).encode())
 
@@ -221,8 +262,6 @@ async def test_a_proxy_of_the_environment_is_used(
     tls = server_context(certificate, key) if scheme == "https" else None
     with ScriptedS3(tls=tls) as server:
         server.objects["a"] = bytes(3 * MIB)
-        monkeypatch.setenv("NO_PROXY", "")
-        monkeypatch.setenv("no_proxy", "")
         bundle = str(certificate) if tls else ""
         async with serving(passing) as port:
             monkeypatch.setenv(f"{scheme}_proxy", f"http://me:se%20cret@127.0.0.1:{port}")

@@ -28,7 +28,9 @@ _PREFIX_BYTES_MAX = 512
 _SECONDS_MAX = 3600.0
 # What AWS and S3-compatible stores take, the old names of some included.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?\.?")
+_HOST = re.compile(
+    r"(?=.{1,254}$)[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*(?<![_-])\.?"
+)
 _AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 _REGION = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _SECRETS = ("access_key", "secret_key", "session_token")
@@ -219,6 +221,13 @@ class BucketConfig(Settings):
                     "addressing",
                     self.addressing,
                 )
+            if not _HOST.fullmatch(f"{self.bucket}.{self.host}"):
+                raise refused(
+                    "cannot be: no host can have a name that begins with this bucket's",
+                    'write "path", or "auto"',
+                    "addressing",
+                    self.addressing,
+                )
             if "." in self.bucket and self.scheme == "https":
                 raise refused(
                     "cannot be: the bucket has dots, and no certificate covers such a host",
@@ -245,7 +254,8 @@ class BucketConfig(Settings):
     @property
     def base_url(self) -> str:
         """Of the bucket, with a slash at its end."""
-        wants_virtual = self.is_aws and "." not in self.bucket and self.bucket.islower()
+        fits = "." not in self.bucket and self.bucket.islower() and len(self.bucket) < 64
+        wants_virtual = self.is_aws and fits
         if self.addressing == "virtual" or (self.addressing == "auto" and wants_virtual):
             return f"{self.scheme}://{self.bucket}.{self.endpoint_override}/"
         return f"{self.endpoint}/{quote(self.bucket)}/"

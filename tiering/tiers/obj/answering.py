@@ -145,7 +145,10 @@ class Answering:
     def _frame(self, first: bytes) -> None:
         """How the body's end is known."""
         told = self._headers.get("connection", "").lower()
-        self.keeps_alive = "close" not in told and (b"HTTP/1.0" not in first or "keep" in told)
+        # Where no body can be, a proxy has connected, and what it says is not about the tunnel.
+        self.keeps_alive = not self._has_body or (
+            "close" not in told and (b"HTTP/1.0" not in first or "keep" in told)
+        )
         length = self._headers.get("content-length")
         if not self._has_body or self._status in (204, 304):
             self._left = 0

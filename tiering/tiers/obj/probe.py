@@ -39,7 +39,11 @@ async def opened(
     """What a store works with, once the bucket has answered; ConfigError where it did not."""
     cause = _Cause(config, where, clock)
     wallet = Wallet(config)
-    wire = Wire(config, wallet.region())
+    try:
+        wire = Wire(config, wallet.region())
+    except StoreError as error:
+        way_out = f"correct the variable, or name {config.host} in no_proxy"
+        raise cause.of("endpoint_override", str(error), way_out) from None
     try:
         await _open(wire, cause)
         await _list(wallet, wire, prefix, cause)

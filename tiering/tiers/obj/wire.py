@@ -41,11 +41,11 @@ class Wire:
     """Connections to the store, as many as there are requests, each kept for a while when idle."""
 
     def __init__(self, config: BucketConfig, region: str) -> None:
+        """StoreError where the environment names a proxy that can be none."""
         self._base = config.base_url
         self.region = region
         self._config = config
-        proxy = get_environ_proxies(self._base).get(config.scheme)
-        self._proxy = urlsplit(proxy) if proxy else None
+        self._proxy = _proxy_of_environment(config)
         self._signer = Signer(region, UnixClock())
         self._tls: ssl.SSLContext | None = None
         self._last_address = ""
@@ -150,7 +150,8 @@ class Wire:
                     return await self._opened(base)
                 return await self._through(self._proxy)
         except TimeoutError as error:
-            told = f"{where} takes no connection within {seconds:g} s"
+            by_way = "" if self._proxy is None else f" by way of the proxy {self._proxy.hostname}"
+            told = f"{where} takes no connection{by_way} within {seconds:g} s"
             raise NoConnectionError(told) from error
         except ssl.SSLCertVerificationError as error:
             told = f"{where} has a certificate that is not accepted: {error.verify_message}"
@@ -187,7 +188,12 @@ class Wire:
         raise OSError(f"{host} has no address")
 
     async def _through(self, proxy: SplitResult) -> Connection:
-        connection = await self._opened(proxy)
+        try:
+            connection = await self._opened(proxy)
+        except OSError as error:
+            # Or the store would be blamed for its name or its certificate.
+            told = f"the proxy {proxy.hostname} of the environment: {_reason(error)}"
+            raise ConnectionError(told) from error
         if self._config.scheme == "http":
             return connection
         to = urlsplit(self._base)
@@ -238,8 +244,29 @@ async def _addresses(host: str, port: int) -> list[str]:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise OSError(f"{host} is no name that a host can have") from None
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _proxy_of_environment(config: BucketConfig) -> SplitResult | None:
+    """As AWS's tools find it. It may have a login in it, and is not shown."""
+    given = get_environ_proxies(config.base_url).get(config.scheme)
+    if not given:
+        return None
+    try:
+        found = urlsplit(given if "://" in given else f"http://{given}")
+        is_one = found.scheme in _PORTS and bool(found.hostname) and found.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise StoreError(
+            f"is to be reached by way of the proxy in {config.scheme}_proxy of the environment, "
+            "which is none for HTTP, such as http://proxy.example:3128"
+        )
+    return found
 
 
 def _proxy_header(proxy: SplitResult) -> str:
