@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from scripted_s3 import ScriptedS3
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError
 from tiering.tiers.obj import wire as wires
+from tiering.tiers.obj.answering import Answering
+from tiering.tiers.obj.connection import Connection
 from tiering.tiers.obj.credentials import Keys
 from tiering.tiers.obj.s3 import S3Store
 from tiering.tiers.obj.store import NotNowError, StoreError
@@ -152,6 +155,43 @@ async def test_a_body_of_many_parts_arrives_as_it_is() -> None:
             await wire.exchange(KEYS, "PUT", "a", body=[memoryview(part) for part in parts])
         assert len(wire._idle) == 1
     assert found == [b"".join(parts)] * 2
+
+
+async def test_a_connection_that_has_ended_before_its_first_request_is_lost() -> None:
+    async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with serving(hangs_up) as port:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        while connection.is_free:  # noqa: ASYNC110 (it tells nobody)
+            await asyncio.sleep(0)
+        with pytest.raises(ConnectionResetError):
+            await connection.exchange(b"GET / HTTP/1.1\r\n\r\n", (), Answering(None), 5.0)
+        with pytest.raises(ConnectionResetError):
+            await connection.start_tls(ssl.create_default_context(), "127.0.0.1", 5.0)
+
+
+@pytest.mark.parametrize("over_tls", [False, True])
+def test_a_programs_loop_may_be_uvloops(over_tls: bool, tmp_path: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    body = memoryview(bytes(range(256)) * (16 << 10))
+    certificate, key = self_signed(tmp_path)
+
+    async def there_and_back(wire: Wire) -> bytearray:
+        found = bytearray(len(body))
+        await wire.exchange(KEYS, "PUT", "a", body=[body])
+        await wire.exchange(KEYS, "GET", "a", into=[memoryview(found)])
+        return found
+
+    async def main() -> None:
+        bundle = str(certificate) if over_tls else ""
+        async with wire_to(server.endpoint, ca_bundle=bundle) as wire:
+            found = await asyncio.gather(*(there_and_back(wire) for _ in range(3)))
+        assert all(each == body for each in found)
+
+    with ScriptedS3(tls=server_context(certificate, key) if over_tls else None) as server:
+        uvloop.run(main())
 
 
 async def test_an_idle_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

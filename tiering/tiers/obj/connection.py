@@ -2,9 +2,10 @@
 
 Nothing is copied but by the kernel. Without TLS the body goes to the socket from where it lies, by
 a callback of the loop that waits over a duplicate of the socket, since the loop waits for none that
-a transport has; asyncio's transport would keep a copy of what the socket does not take at once.
+a transport has; the transport would keep a copy of what the socket does not take at once.
 Under TLS the transport encrypts it piece by piece. One request at a time; whatever does not end
-well ends the connection, and no buffer is touched any more. Used from one loop.
+well ends the connection, and no buffer is touched any more. Used from one loop, asyncio's or
+uvloop's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from typing import cast
 
 from tiering.tiers.obj.answering import Answering, NoHttpError
 from tiering.tiers.obj.dialect import Answer
@@ -70,8 +72,9 @@ class Connection(asyncio.BufferedProtocol):
     ) -> Answer:
         """Send `head` and `body`, and return what came. Raises StalledError after `seconds` in
         which nothing moved, StaleError, NoHttpError, OSError, or what `answering` does."""
-        assert self.is_free
-        assert self._transport is not None
+        if not self.is_free:
+            # With the handshake of TLS its end may come already.
+            raise ConnectionResetError("the connection ended")
         self._stop_timer()
         self._uses += 1
         self._answering = answering
@@ -103,8 +106,9 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     async def start_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Over what a proxy has connected."""
-        assert self._transport is not None
+        """Over what a proxy has connected. OSError where that has ended."""
+        if not self.is_free or self._transport is None:
+            raise ConnectionResetError("the connection ended")
         self._transport = await self._loop.start_tls(
             self._transport, self, context, server_hostname=host, ssl_handshake_timeout=seconds
         )
@@ -112,9 +116,9 @@ class Connection(asyncio.BufferedProtocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(_TLS_PIECE_BYTES)
-        self._transport = transport
+        # Not asserted: uvloop's are of classes of its own.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(_TLS_PIECE_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
