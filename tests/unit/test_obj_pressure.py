@@ -15,6 +15,7 @@ from tiering.tiers.base import Failed, Read, Write
 from tiering.tiers.obj.parts import ObjLimits
 from tiering.tiers.obj.store import (
     CredentialsError,
+    LengthError,
     NotNowError,
     StoreError,
     ThrottledError,
@@ -207,5 +208,26 @@ def test_a_walk_that_breaks_off_is_walked_again() -> None:
             await asyncio.sleep(60.0)
             assert tier.stats()["walks"] == 1
             assert tier.stats()["now_chunks"] == 8
+
+    simulated(main)
+
+
+def test_a_question_about_a_short_body_ends_at_the_deadline_of_its_load() -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+        async with opened(store, LIMITS) as tier:
+            await stored(tier, KEYS[:1])
+
+            def script(verb: str, name: str) -> Exception | None:
+                if store.counts["get"] == before + 2:
+                    store.seconds = 1000.0
+                return LengthError("ended early") if verb == "get" else None
+
+            before, store.script, store.seconds = store.counts["get"], script, 2.0
+            began = clock().now()
+            (outcome,) = await tier.read(KEYS[:1], blank(1))
+            assert isinstance(outcome, Failed)
+            assert clock().now() - began < LIMITS.load_deadline_seconds + 0.1
+            assert store.asked[-1][0] == "list"
 
     simulated(main)

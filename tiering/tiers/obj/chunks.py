@@ -144,7 +144,7 @@ class Chunks:
     async def _not_as_long(self, key: bytes, deadline: float) -> ReadOutcome:
         """The answer where a GET was too short or too long twice: a listing says whose fault it
         is, the object's or the way's."""
-        size = await self._lookup.size_of(key)
+        size = await self._lookup.size_of(key, deadline)
         if size is not None and size != self._object_bytes:
             return await self._condemn(key, f"{size} bytes, not {self._object_bytes}", deadline)
         self._existence.missing([key])

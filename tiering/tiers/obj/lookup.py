@@ -63,10 +63,10 @@ class Lookup:
         pairs = zip(keys, known, strict=True)
         return [answers[key] if told is None else told for key, told in pairs]
 
-    async def size_of(self, key: bytes) -> int | None:
-        """The bytes of its object as a listing has them; None where there is none."""
+    async def size_of(self, key: bytes, deadline: float) -> int | None:
+        """The bytes of its object as a listing has them by `deadline`; None where there is none."""
         name = self._names.chunk(key)
-        listed = await self._first(name)
+        listed = await self._first(name, deadline)
         return listed.size_bytes if listed is not None and listed.name == name else None
 
     async def walk(self) -> AsyncGenerator[list[tuple[bytes, float]], None]:
@@ -156,8 +156,9 @@ class Lookup:
         return task.result()
 
     async def _probe(self, key: bytes) -> Known:
+        deadline = self._clock.now() + self._question_seconds
         try:
-            is_there = await self.size_of(key) == self._object_bytes
+            is_there = await self.size_of(key, deadline) == self._object_bytes
         except StoreError as error:
             return error
         (known,) = self._existence.ask([key])
@@ -169,8 +170,7 @@ class Lookup:
             self._existence.missing([key])
         return is_there
 
-    async def _first(self, name: str) -> Listed | None:
+    async def _first(self, name: str, deadline: float) -> Listed | None:
         """The first object whose name begins with `name`."""
-        deadline = self._clock.now() + self._question_seconds
         page = await self._pacer.run(Lane.LOAD, deadline, lambda: self._store.page(name, limit=1))
         return page.objects[0] if page.objects else None
