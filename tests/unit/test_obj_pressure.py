@@ -231,3 +231,27 @@ def test_a_question_about_a_short_body_ends_at_the_deadline_of_its_load() -> Non
             assert store.asked[-1][0] == "list"
 
     simulated(main)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_store_that_throttles_at_start_is_asked_until_the_deadline_and_not_stormed(
+    ends: bool,
+) -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+
+        def script(verb: str, name: str) -> Exception | None:
+            return None if ends and clock().now() > 3.0 else ThrottledError("503 SlowDown")
+
+        store.script = script
+        if ends:
+            async with opened(store, LIMITS) as tier:
+                await stored(tier, KEYS[:1])
+        else:
+            with pytest.raises(TierError, match="cannot be opened: not done by its deadline"):
+                async with opened(store, LIMITS):
+                    pass
+            assert clock().now() < LIMITS.load_deadline_seconds + 0.1
+        assert len(store.asked) < 40
+
+    simulated(main)
