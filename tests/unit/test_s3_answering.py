@@ -167,3 +167,10 @@ def test_a_time_to_wait_that_no_clock_has_is_none(until: str) -> None:
     error = dialect.refusal("GET a", Answer(503, headers))
     assert isinstance(error, ThrottledError)
     assert error.retry_after_seconds is None
+
+
+def test_a_clock_that_is_wrong_is_no_matter_of_rights() -> None:
+    page = b"<Error><Code>RequestTimeTooSkewed</Code><Message>no</Message></Error>"
+    told = str(dialect.refusal("GET a", Answer(403, {}, page)))
+    assert "clock" in told
+    assert "policy" not in told

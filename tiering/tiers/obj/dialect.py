@@ -108,6 +108,8 @@ def refusal(asked: str, answer: Answer, hidden: Collection[str] = ()) -> StoreEr
             return NotNowError(message, answer.retry_after_seconds)
         case _ if fault.code in LATER:
             return NotNowError(message, answer.retry_after_seconds)
+        case 403 if fault.code == "RequestTimeTooSkewed":
+            return StoreError(f"{message}; set this machine's clock, for instance with NTP")
         case 403:
             return StoreError(f"{message}; allow it in the policy of the bucket or the user")
         case 404:
