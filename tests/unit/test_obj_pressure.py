@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from memory_store import Bucket
+from memory_store import Bucket, MemoryStore
 from tiering.errors import TierError
 from tiering.testing.examples import blank, key_number, payload_of, stored, views
 from tiering.tiers.base import Failed, Read, Write
@@ -17,6 +18,7 @@ from tiering.tiers.obj.store import (
     CredentialsError,
     LengthError,
     NotNowError,
+    Page,
     StoreError,
     ThrottledError,
 )
@@ -253,5 +255,23 @@ def test_a_store_that_throttles_at_start_is_asked_until_the_deadline_and_not_sto
                     pass
             assert clock().now() < LIMITS.load_deadline_seconds + 0.1
         assert len(store.asked) < 40
+
+    simulated(main)
+
+
+def test_a_listing_that_goes_in_circles_breaks_off() -> None:
+    class Circling(MemoryStore):
+        """Says the same of where to go on each time, as stores do that do not know how."""
+
+        async def page(self, prefix: str, **asked: Any) -> Page:
+            return Page((await super().page(prefix, **asked)).objects, "again")
+
+    async def main() -> None:
+        async with opened(Circling(), LIMITS) as tier:
+            await asyncio.sleep(5.0)
+            assert tier.stats()["walks_failed"] == 1
+            with pytest.raises(TierError, match="goes in circles"):
+                async for _ in tier.scan():
+                    pass
 
     simulated(main)

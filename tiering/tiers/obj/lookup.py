@@ -110,9 +110,12 @@ class Lookup:
     async def _page(self, token: str | None) -> Page:
         deadline = self._clock.now() + self._question_seconds
         prefix = self._names.chunks
-        return await self._pacer.run(
+        page = await self._pacer.run(
             Lane.UPKEEP, deadline, lambda: self._store.page(prefix, token=token, limit=PAGE_NAMES)
         )
+        if page.token is not None and page.token == token:
+            raise StoreError(f"a listing of {prefix} goes in circles: is this an S3 store?")
+        return page
 
     def _chunks_in(self, page: Page) -> list[tuple[bytes, float]]:
         return [
