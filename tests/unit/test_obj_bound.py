@@ -23,6 +23,7 @@ from tiering.tiers.obj.uses import UseNotes
 from virtual import NAMESPACE, OBJECT_BYTES, TODAY, clock, make_store, opened, simulated, today
 
 KEYS = [key_number(i) for i in range(400)]
+NEW_KEYS = [key_number(i) for i in range(20_000, 20_004)]
 
 
 def limits(objects: int) -> ObjLimits:
@@ -191,6 +192,34 @@ def test_where_nothing_can_be_deleted_there_is_no_room() -> None:
             store.script = lambda verb, name: None
             assert await put(tier, KEYS[10:14]) == [Write.STORED] * 4
             assert chunks_in(bucket) <= 10
+
+    simulated(main)
+
+
+@pytest.mark.slow
+def test_a_store_does_not_wait_for_the_listing_of_a_large_namespace() -> None:
+    """It takes minutes, stores hold the host tier's slots meanwhile, and what hangs for so long
+    takes the tier out of service, loads too."""
+
+    async def main() -> None:
+        bucket, names = Bucket(), ObjNames("kv", NAMESPACE.directory, 0)
+        content = bytes(OBJECT_BYTES)
+        bucket.objects = {names.chunk(key_number(at)): content for at in range(10_000)}
+        bucket.modified = dict.fromkeys(bucket.objects, TODAY)
+        store = make_store(bucket)
+        async with opened(store, limits(10_000)) as tier:
+            await held(tier)
+            store.seconds = 4.0
+            assert tier._opened is not None
+            assert tier._opened.bound is not None
+            # The oldest of the last listing have all gone, or were used since.
+            tier._opened.bound._oldest.take(10_000)
+            began = clock().now()
+            assert await put(tier, NEW_KEYS) == [Write.FULL] * 4
+            assert clock().now() - began < 30.0
+            await asyncio.sleep(300.0)
+            assert await put(tier, NEW_KEYS) == [Write.STORED] * 4
+            assert chunks_in(bucket) <= 10_000
 
     simulated(main)
 

@@ -29,6 +29,9 @@ log = logging.getLogger("tiering")
 
 DELETED_AT_ONCE_MAX = 1000
 CANDIDATES_MAX = 20_000
+WALK_SECONDS_MAX = 10.0
+"""Whoever stores waits no longer for a walk: one over a million chunks takes minutes."""
+
 COUNTERS = ("evicted", "evict_errors")
 
 
@@ -77,7 +80,8 @@ class Oldest:
 class Bound:
     """At most `objects_max` chunks, as far as this engine knows and while it `may_delete`.
 
-    `walk` has `Oldest` filled anew and answers whether it was."""
+    `walk` has `Oldest` filled anew and answers whether it was; it goes on if that is not waited
+    for."""
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Bound:
 
     async def _delete_oldest(self, count: int) -> int:
         victims = self._victims(count)
-        if not victims and await self._walk():
+        if not victims and await self._has_walked_soon():
             victims = self._victims(count)
         if not victims:
             return 0
@@ -201,6 +205,13 @@ class Bound:
         self._recency.gone(gone)
         self._removed(gone)
         return len(gone)
+
+    async def _has_walked_soon(self) -> bool:
+        try:
+            async with asyncio.timeout(WALK_SECONDS_MAX):
+                return await self._walk()
+        except TimeoutError:
+            return False
 
     def _victims(self, count: int) -> list[bytes]:
         """The next `count` of the oldest that are still there and were not used since."""
