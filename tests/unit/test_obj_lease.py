@@ -158,6 +158,20 @@ def test_a_lease_that_cannot_be_renewed_runs_out() -> None:
     simulated(main)
 
 
+def test_a_store_that_hangs_does_not_hold_up_the_end() -> None:
+    async def main() -> None:
+        store = await made_store(Bucket())
+        keeper = make_keeper("me", store)
+        await keeper.tend()
+        store.seconds, began = 1000.0, clock().now()
+        await keeper.give_up()
+        assert clock().now() - began < 2.0
+        assert not keeper.is_held
+        assert store.asked[-1][0] == "put"
+
+    simulated(main)
+
+
 def test_what_is_no_note_is_written_over() -> None:
     async def main() -> None:
         bucket = Bucket({NAME: b"not json"}, {NAME: 0.0})

@@ -29,6 +29,10 @@ CLOCKS_APART_SECONDS_MAX = 600.0
 """How far the clocks of two engines may differ: a note this long past its time is nobody's."""
 
 
+GIVE_UP_SECONDS_MAX = 1.5
+"""An engine that ends waits no longer for a store: less than its process has for its end."""
+
+
 class Note(msgspec.Struct, frozen=True):
     """What lies in the bucket. `holder`: an id of one opened tier, empty where it was given up.
     `incarnation` grows with each new holder, `renewals` with each renewal; `expires` is in seconds
@@ -176,9 +180,10 @@ class LeaseKeeper:
         self._lease.lost()
         if note is not None:
             try:
-                await self._write(note)
-            except StoreError as error:
-                log.debug("%s: cannot be given up, and will run out: %s", self._name, error)
+                async with asyncio.timeout(GIVE_UP_SECONDS_MAX):
+                    await self._write(note)
+            except (StoreError, TimeoutError) as error:
+                log.debug("%s: cannot be given up, and will run out: %r", self._name, error)
 
     async def _read(self) -> Note | None:
         found = await self._run(lambda: self._store.get_small(self._name))
