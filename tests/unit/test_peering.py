@@ -201,3 +201,14 @@ def test_roles_that_cannot_be_meant_are_ignored_with_a_warning(
     assert not asked(vllm)
     lines = [record.getMessage() for record in caplog.records if told in record.getMessage()]
     assert len(lines) == 2, "the first and the second, not each"
+
+
+def test_what_is_no_object_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A client of vLLM's can send it; a scheduler that fell over it would take the server along."""
+    vllm = engine()
+    with caplog.at_level(logging.WARNING, "tiering"):
+        add(vllm, "r").kv_transfer_params = "text"  # type: ignore[assignment]
+        vllm.run()
+    assert len(vllm.finished) == 1
+    (line,) = caplog.messages
+    assert line.startswith("kv_transfer_params = 'text': must be an object; ignored")

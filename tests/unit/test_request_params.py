@@ -35,6 +35,11 @@ def test_nothing_given_limits_nothing(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("given", ["x", "max_load_tokens", [1, "x"], 7])
+def test_what_is_no_object_limits_nothing(given: object) -> None:
+    assert RequestLimits.of(given, TIERS) == RequestLimits()
+
+
 def test_keys_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     given = {"remote_decoder": {"kv_request_id": "1"}, "do_remote_prefill": True, "x": [object()]}
     assert RequestLimits.of(given, TIERS) == RequestLimits()

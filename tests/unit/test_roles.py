@@ -64,6 +64,7 @@ def test_what_contradicts_itself_is_refused(roles: dict[str, Any]) -> None:
         ("remote_kv_source", PEER | {"remote_port": 70000}, "remote_port = 70000: is no port"),
         ("remote_kv_source", PEER | {"remote_host": "[::1]"}, "remote_host = '[::1]': is no host"),
         ("remote_kv_source", PEER | {"kv_request_id": "x" * 513}, "kv_request_id = 'xxx"),
+        ("remote_decoder", {"kv_request_id": "r\ud800"}, "'r\\ud800': has half a character"),
     ],
 )
 def test_fields_that_cannot_be_meant_are_named(role: str, value: object, told: str) -> None:
@@ -71,6 +72,12 @@ def test_fields_that_cannot_be_meant_are_named(role: str, value: object, told: s
         Roles.of({role: value})
     assert told in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("params", ["x", "remote_decoder", [1, "x"], 7, ""])
+def test_what_is_no_object_is_refused(params: object) -> None:
+    with pytest.raises(RoleError, match=r"^kv_transfer_params = .*: must be an object$"):
+        Roles.of(params)
 
 
 def config(name: str | None, extra: object) -> SimpleNamespace:

@@ -44,9 +44,9 @@ class RequestLimits:
     load_tiers: frozenset[int] | None = None
 
     @classmethod
-    def of(cls, params: Mapping[str, Any] | None, tiers: Sequence[TierKind]) -> Self:
-        """Whatever `params` hold, this does not raise."""
-        if not params:
+    def of(cls, params: object, tiers: Sequence[TierKind]) -> Self:
+        """Whatever `params` are or hold, this does not raise."""
+        if not isinstance(params, Mapping):  # which is told where roles are read
             return cls()
         return cls(
             _tokens(params, "max_offload_tokens"),

@@ -36,8 +36,11 @@ class Roles:
     kept_as: str | None = None
 
     @classmethod
-    def of(cls, params: Mapping[str, Any] | None) -> Self:
+    def of(cls, params: object) -> Self:
         """RoleError for what cannot be meant. Keys that are null are as good as left out."""
+        if params is not None and not isinstance(params, Mapping):
+            # A client of vLLM's can send that, under `vllm_xargs`, which is not looked at.
+            raise RoleError(f"kv_transfer_params = {reprlib.repr(params)}: must be an object")
         given = {role: params[role] for role in ROLES if params and params.get(role) is not None}
         if PREFILLER in given:
             for other, why in _WHY.items():
@@ -78,6 +81,10 @@ def _request_id(role: str, fields: Mapping[str, Any]) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= REQUEST_ID_CHARS_MAX:
         told = f"must be text of 1 to {REQUEST_ID_CHARS_MAX} characters, the same for both engines"
         raise _wrong(role, ID, value, told)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # as JSON may say, and no message between engines can
+        raise _wrong(role, ID, value, "has half a character, which UTF-8 cannot have") from None
     return value
 
 
