@@ -251,6 +251,7 @@ async def test_a_request_that_cannot_be_named_costs_its_question_only(kv_request
         for ask in (peer.lookup, peer.fetch):
             with pytest.raises(PeerError, match=r"cannot be asked.*kv_request_id"):
                 await ask(kv_request_id, keys(2))
+        peer.request_over(kv_request_id)
         assert peer.session.is_idle
         assert await peer.lookup("r", keys(2)) == b"\1\0"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from ports import free_port
@@ -61,6 +62,15 @@ async def test_a_source_of_another_model_is_a_miss(source: PeerSource) -> None:
             assert chunks.found == 0
         (tier,) = store.stats().tiers.values()
         assert tier["lookups_failed"] == len(KEYS)
+
+
+async def test_a_source_whose_id_cannot_be_told_is_a_miss(source: PeerSource) -> None:
+    unsayable = msgspec.structs.replace(source, kv_request_id="r" * 513, is_prefiller=True)
+    async with TieredStore(config(free_port())) as store:
+        assert await store.match(KEYS, source=source) == 6
+        async with store.load(KEYS, source=unsayable) as chunks:
+            assert chunks.found == 0
+        assert await store.match(KEYS, source=source) == 6
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from tiering.clock import Clock
@@ -212,7 +212,8 @@ class Peer(_End):
 
     def request_over(self, kv_request_id: str) -> None:
         """Nothing more will be asked for this request. Never raises."""
-        self.session.request_over(kv_request_id, self._clock.now())
+        with suppress(ValueError):  # a request that cannot be named: nothing was asked for it
+            self.session.request_over(kv_request_id, self._clock.now())
         self.flush()
 
     def hurry(self, now: float) -> None:
