@@ -323,16 +323,31 @@ async def test_a_peer_that_ends_can_be_dialled_in_the_same_instant_a_hundred_tim
         assert asks.stats().peers == 1
 
 
-async def test_an_engine_that_dials_again_has_one_session() -> None:
-    """Its old one is gone for it, though nobody has told: its process was killed, or its host."""
-    async with engine(1) as (serves, shelf), engine(2) as (asks, _):
+async def test_an_engine_that_dials_again_and_has_lost_its_session_is_given_up_sooner() -> None:
+    patient = dataclasses.replace(QUICK, silence_seconds_max=2 * HANG_SECONDS)
+    async with engine(1, patience=patient) as (serves, shelf), engine(2) as (asks, _):
         peer = await asks.peer(serves.address)
         await peer.fetch("r", keys(2))
-        async with engine(2) as (reborn, _):
-            await reborn.peer(serves.address)
-            await until(lambda: ("over", "the same engine has dialled again") in shelf.told)
+        assert asks._ticking is not None
+        asks._ticking.cancel()  # and not a word more comes of it
+        async with engine(2) as (again, _):
+            await again.peer(serves.address)
+            await until(lambda: shelf.told[-1][0] == "over")
             assert shelf.pinned == {}
-            await until(lambda: len(shelf.guests) == 1)
+            assert len(shelf.guests) == 1
+
+
+async def test_an_engine_that_knows_another_by_two_names_has_two_sessions() -> None:
+    at = Address("localhost", 0)
+    async with engine(1, at=at) as (serves, shelf), engine(2, at=at) as (asks, _):
+        names = [Address(host, serves.address.port) for host in ("localhost", "127.0.0.1")]
+        peers = [await asks.peer(name) for name in names]
+        for _ in range(5):
+            await asyncio.sleep(QUICK.heartbeat_seconds)
+            for peer in peers:
+                assert await peer.lookup("r", keys(1)) == b"\1"
+        assert [await asks.peer(name) for name in names] == peers
+        assert shelf.told == [("opened",)] * 2
 
 
 @pytest.mark.slow

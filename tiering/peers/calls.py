@@ -124,6 +124,9 @@ class _End:
     def tick(self, now: float) -> None:
         self._after(self.session.tick(now))
 
+    def hurry(self, now: float) -> None:
+        self.session.hurry(now)
+
     def close(self, ending: Ending, reason: str) -> None:
         self._after(self.session.close(ending, reason))
 
@@ -215,9 +218,6 @@ class Peer(_End):
         with suppress(ValueError):  # a request that cannot be named: nothing was asked for it
             self.session.request_over(kv_request_id, self._clock.now())
         self.flush()
-
-    def hurry(self, now: float) -> None:
-        self.session.hurry(now)
 
     def heard_since(self, then: float) -> bool:
         return self.session.heard_since(then)

@@ -253,7 +253,7 @@ class ControlPlane:
         guest.received(rest)
         if guest.is_open and not was_open:
             self._stats.opened += 1
-            self._outdate(whence, guest)
+            self._doubt_others_of(guest)
         self._look_after_guest(whence, guest)
 
     def _greeted(self, whence: bytes, frames: list[bytes]) -> None:
@@ -286,13 +286,17 @@ class ControlPlane:
         self._look_after_guest(whence, guest)
         return True
 
-    def _outdate(self, whence: bytes, newest: Guest) -> None:
-        """An engine that dials again has lost its session: the old one is over."""
-        engine_id = newest.introduction.engine_id
-        for other, guest in list(self._guests.items()):
-            if other != whence and guest.is_open and guest.introduction.engine_id == engine_id:
-                guest.close("closing", "the same engine has dialled again")
-                self._look_after_guest(other, guest)
+    def _doubt_others_of(self, newest: Guest) -> None:
+        """An engine that dials again may have lost its session, and is then given up sooner; or it
+        has two, under two names of this host, and both go on."""
+        now = self._clock.now()
+        for guest in self._guests.values():
+            if (
+                guest is not newest
+                and guest.is_open
+                and guest.introduction.engine_id == newest.introduction.engine_id
+            ):
+                guest.hurry(now)
 
     def _look_after_guest(self, whence: bytes, guest: Guest) -> None:
         if guest.over is None or self._guests.get(whence) is not guest:

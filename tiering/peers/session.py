@@ -322,8 +322,8 @@ class Session:
         return events
 
     def hurry(self, now: float) -> None:
-        """Another engine of the same host has fallen silent: wait no longer than two heartbeats
-        from now for a word of this one."""
+        """There is a reason to doubt that the other side lives: wait no longer than two heartbeats
+        from now for a word of it."""
         left = self.patience.silence_seconds_max - 2 * self.patience.heartbeat_seconds
         self._heard_at = min(self._heard_at, now - max(left, 0.0))
 
