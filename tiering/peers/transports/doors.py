@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import secrets
 import socket
@@ -29,7 +30,10 @@ STRANGERS_MAX = 64
 """Connections that have proven nothing yet; more are closed at once."""
 LINKS_MAX = 1024
 STRANGER_SECONDS_MAX = 5.0
+REST_SECONDS = 1.0
+"""Until somebody who comes is looked at again, where the system had no room for one more."""
 
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAGIC = b"KVPEER\r\n"
 _GREETING_BYTES = len(_MAGIC) + NONCE_BYTES
 _PROOF_BYTES = 32
@@ -76,8 +80,9 @@ class Door:
         self._tokens: dict[bytes, bytes] = {}
         self._strangers: dict[Wire, asyncio.TimerHandle] = {}
         self._inside: dict[Wire, bytes] = {}
+        self._resting: asyncio.TimerHandle | None = None
         listening.setblocking(False)
-        self._loop.add_reader(listening, self._accept)
+        self._listen()
 
     def admit(self, session: bytes, token: bytes) -> None:
         self._tokens[session] = token
@@ -90,6 +95,8 @@ class Door:
 
     def close(self) -> None:
         self._loop.remove_reader(self._listening)
+        if self._resting is not None:
+            self._resting.cancel()
         self._listening.close()
         for wire in list(self._strangers):
             self._turn_away(wire)
@@ -101,11 +108,18 @@ class Door:
     def __len__(self) -> int:
         return len(self._inside)
 
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+
     def _accept(self) -> None:
         try:
             came, _ = self._listening.accept()
-        except OSError:
-            return  # gone again, or no descriptor is free: the next wake tries again
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                # Who came goes on standing there, and would wake the loop for ever.
+                self._loop.remove_reader(self._listening)
+                self._resting = self._loop.call_later(REST_SECONDS, self._listen)
+            return  # otherwise gone again
         full = len(self._strangers) >= STRANGERS_MAX or len(self._inside) >= LINKS_MAX
         if full or not self._is_trusted(came):
             came.close()
