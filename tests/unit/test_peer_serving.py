@@ -76,6 +76,7 @@ def test_a_guest_that_is_gone_is_forgotten_by_what_it_still_had_said() -> None:
 def test_a_guest_that_is_gone_is_forgotten_when_its_time_is_up() -> None:
     """A heartbeat that cannot be said, and chunks that were kept for long enough, at one time."""
     rig = Rig()
+    rig.show(CHUNKS)
     for number in range(3):
         rig.fetch(f"r{number}", CHUNKS)
         rig.clock.advance(PATIENCE.pin_seconds_max / 2)

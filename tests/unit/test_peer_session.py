@@ -224,14 +224,18 @@ def test_a_question_without_an_answer_is_given_up_and_aborted() -> None:
 
 def test_a_question_may_have_a_patience_of_its_own() -> None:
     pair = Pair().opened()
-    of = pair.asks.fetch("r", keys(1), pair.now, seconds_max=30.0)
-    for _ in range(29):
+    seconds = 2 * pair.serves.patience.pin_seconds_max
+    of = pair.asks.fetch("r", keys(1), pair.now, seconds_max=seconds)
+    for _ in range(int(seconds) - 1):
         pair.wait(1.0)
         pair.settle()
     assert of in pair.asks.asked
+    assert of is not None
+    assert pair.serves.served.question(of) is not None, "it can still be answered"
     pair.wait(1.0)
     pair.settle()
     assert of not in pair.asks.asked
+    assert pair.serves.is_idle
 
 
 def test_what_a_peer_forgets_to_let_go_is_let_go() -> None:

@@ -9,6 +9,7 @@ Sans-IO; owned by `session`.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -124,14 +125,15 @@ class Served:
     def is_full(self) -> bool:
         return len(self._open) >= self.rounds_max
 
-    def begin(self, question: Lookup | Fetch, give_up_at: float) -> Round | None:
-        """A new round; None where its number was there before: a duplicate, or an old one."""
+    def begin(self, question: Lookup | Fetch) -> Round | None:
+        """A new round; None where its number was there before: a duplicate, or an old one. How long
+        its answer may take is for who asks to say."""
         if question.round_seq <= self._last:
             self.ignored += 1
             return None
         self._last = question.round_seq
         made = Round(question.kv_request_id, question.round_seq)
-        self._open[made] = _Serving(question, False, give_up_at)
+        self._open[made] = _Serving(question, False, math.inf)
         return made
 
     def question(self, of: Round) -> Lookup | Fetch | None:
@@ -140,7 +142,8 @@ class Served:
         return None if found is None or found.is_answered else found.question
 
     def answered(self, of: Round, give_up_at: float, *, pins: bool) -> None:
-        """`of` has its answer; with `pins`, its chunks stay pinned until it is ended."""
+        """`of` has its answer; with `pins`, its chunks stay pinned until it is ended, at
+        `give_up_at` at the latest."""
         if pins:
             self._open[of].is_answered, self._open[of].give_up_at = True, give_up_at
         else:

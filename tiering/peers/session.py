@@ -292,7 +292,7 @@ class Session:
             return [RequestOver(question.kv_request_id)]
         if self.served.is_full:
             return self._end("refused", f"more than {self.served.rounds_max} rounds at a time")
-        of = self.served.begin(question, now + self.patience.pin_seconds_max)
+        of = self.served.begin(question)
         return [] if of is None else [Wanted(of, question)]
 
     def tick(self, now: float) -> list[Event]:
