@@ -193,12 +193,11 @@ async def test_as_many_are_served_as_may_be_and_the_idle_make_room() -> None:
                 await second.peer(serves.address)
             shelf.answer(*shelf.waiting[0])
             peer.done((await fetch).of, True)
-        async with engine(4) as (third, _):
-            await until(lambda: shelf.guests[0].is_idle)
-            await third.peer(serves.address)
-            await until(lambda: peer.over is not None)
-            assert peer.over is not None
-            assert peer.over.reason.startswith("not used for the longest")
+        await until(lambda: shelf.guests[0].is_idle)
+        await peer_at_last(second, serves.address)
+        await until(lambda: peer.over is not None)
+        assert peer.over is not None
+        assert peer.over.reason.startswith("not used for the longest")
 
 
 async def test_as_many_are_dialled_as_may_be_and_the_idle_make_room() -> None:

@@ -146,3 +146,14 @@ def test_other_ends_make_nobody_suspect(ending: Ending) -> None:
     assert directory.ended(HERE, lost, ending, "so it is", 1.0) == []
     assert directory.why_not(SIBLINGS[0], 1.0) is None
     assert sibling.hurried == []
+
+
+def test_who_says_himself_that_it_is_over_makes_nobody_suspect() -> None:
+    directory: Directory[Dialled] = Directory(10)
+    full, sibling = Dialled(), Dialled()
+    directory.add(HERE, full)
+    directory.add(SIBLINGS[0], sibling)
+    assert directory.ended(HERE, full, "failed", "no room", 1.0, is_told=True) == []
+    assert directory.why_not(HERE, 1.0) == "no room; tried again in 0.5 seconds"
+    assert directory.why_not(SIBLINGS[0], 1.0) is None
+    assert sibling.hurried == []

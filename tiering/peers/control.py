@@ -237,7 +237,8 @@ class ControlPlane:
         ending, reason, is_told = peer.over
         if not (ending == "closing" and not is_told):
             log.info("peer %s: the session is over: %s", peer.at, reason)
-        self._directory.ended(peer.at, peer, ending, reason, self._clock.now())
+        now = self._clock.now()
+        self._directory.ended(peer.at, peer, ending, reason, now, is_told=is_told)
         if (dealer := self._dealers.pop(peer, None)) is not None:
             dealer.close(0 if is_told else sockets.GOODBYE_MILLISECONDS)
 
@@ -261,8 +262,9 @@ class ControlPlane:
         send: Callable[[Frames], bool] = partial(self._send_to, whence)
         if len(self._guests) >= self._guests_max and not self._make_room():
             full = f"{self._guests_max} engines are served already, which is all that may be"
-            send((encode(Disconnect("refused", full)), b""))
-            self._stats.refused += 1
+            # Not a refusal, which would have the two leave one another alone for long.
+            send((encode(Disconnect("failed", full)), b""))
+            self._stats.failed += 1
             return
         session = Session(self.me, self._key, "dialled", self._clock.now(), self._patience)
         guest = Guest(session, self._clock, self._source)

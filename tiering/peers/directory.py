@@ -99,8 +99,18 @@ class Directory(Generic[Of]):
         self._troubles.pop(at, None)
         self._suspects.pop(at, None)
 
-    def ended(self, at: Address, session: Of, ending: Ending, reason: str, now: float) -> list[Of]:
-        """`session` at `at` is over. Gives those that are suspect for it, already hurried."""
+    def ended(
+        self,
+        at: Address,
+        session: Of,
+        ending: Ending,
+        reason: str,
+        now: float,
+        *,
+        is_told: bool = False,
+    ) -> list[Of]:
+        """`session` at `at` is over; `is_told`: the other side says so, and so has not fallen
+        silent. Gives those that are suspect for it, already hurried."""
         if self._sessions.get(at) is session:
             del self._sessions[at]
         self._suspects.pop(at, None)
@@ -114,7 +124,7 @@ class Directory(Generic[Of]):
         self._troubles[at] = _Trouble(reason, now + seconds, again)
         while len(self._troubles) > _REMEMBERED_MAX:
             del self._troubles[next(iter(self._troubles))]
-        return self._suspect(at, now) if ending == "failed" else []
+        return self._suspect(at, now) if ending == "failed" and not is_told else []
 
     def _suspect(self, at: Address, now: float) -> list[Of]:
         siblings = [
