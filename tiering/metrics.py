@@ -1,4 +1,5 @@
-"""Counters with declared names: one owner counts, anyone gets a frozen copy."""
+"""Counters with declared names: one owner counts, anyone gets a frozen copy. And which counts are
+worth a line in a log."""
 
 from __future__ import annotations
 
@@ -37,3 +38,9 @@ class Counters:
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self._values.items() if value)
         return f"<Counters {told or 'all 0'}>"
+
+
+def is_worth_a_line(count: int) -> bool:
+    """Of what clients go on doing, the 1st, 2nd, 4th, 8th ... time: so that it does not fill the
+    log."""
+    return count & (count - 1) == 0

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-import zmq
 
 from peer_engine import HANG_SECONDS, LOOPBACK, QUICK, Engine, Shelf, engine
 from peer_frames import KEY, OTHER_KEY, introduction, keys
@@ -19,7 +18,7 @@ from tiering.peers.addresses import Address
 from tiering.peers.auth import SharedKey
 from tiering.peers.calls import Peer
 from tiering.peers.control import ControlPlane
-from tiering.peers.messages import MESSAGE_BYTES_MAX, Disconnect, Malformed, Reference, decode
+from tiering.peers.messages import Reference
 from tiering.testing.transports import descriptors
 
 
@@ -380,65 +379,6 @@ async def test_who_stops_says_so() -> None:
         assert peer.over is not None
         assert peer.over.reason == "the engine that serves stops"
         assert shelf.told[-1] == ("over", "the engine that serves stops")
-
-
-# Strangers
-
-
-async def strangers_answer(at: Address, *frames: bytes) -> list[bytes]:
-    """What a socket that is none of ours gets for `frames`."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    try:
-        dealer.connect(at.endpoint)
-        dealer.send_multipart(frames)
-        for _ in range(300):
-            if dealer.poll(0):
-                return list(dealer.recv_multipart())
-            await asyncio.sleep(0.01)
-        return []
-    finally:
-        dealer.close(linger=0)
-        context.term()
-
-
-@pytest.mark.parametrize(
-    ("frames", "reason"),
-    [
-        ((b"hello",), "a message of 1 frames, not 2"),
-        ((b"", b""), "no message: cut off"),
-        ((b"\xdd\xff\xff\xff\xff", b""), "no message: no map"),
-        ((bytes(200_000), b""), "no message: no map"),
-        ((b"\x81\xa4type\xa9heartbeat", b""), "a Heartbeat of no session that is known here"),
-    ],
-)
-async def test_who_talks_nonsense_is_told_and_nobody_else_notices(
-    frames: tuple[bytes, ...], reason: str
-) -> None:
-    async with engine(1) as (serves, shelf), engine(2) as (asks, _):
-        peer = await asks.peer(serves.address)
-        payload, _ = await strangers_answer(serves.address, *frames)
-        message = decode(payload)
-        assert isinstance(message, Disconnect)
-        assert message.reason.startswith(reason)
-        assert await peer.lookup("r", keys(1)) == b"\1"
-        assert (serves.stats().guests, len(shelf.guests)) == (1, 1)
-
-
-@pytest.mark.slow
-async def test_a_message_of_a_gib_is_not_even_taken_in() -> None:
-    async with engine(1) as (serves, _), engine(2) as (asks, _):
-        peer = await asks.peer(serves.address)
-        assert await strangers_answer(serves.address, bytes(MESSAGE_BYTES_MAX + 1), b"") == []
-        assert await peer.lookup("r", keys(1)) == b"\1"
-
-
-@pytest.mark.slow
-async def test_a_goodbye_to_nobody_is_not_answered() -> None:
-    goodbye = b"\x83\xa4type\xaadisconnect\xa6ending\xa7closing\xa6reason\xa1x"
-    assert not isinstance(decode(goodbye), Malformed)
-    async with engine(1) as (serves, _):
-        assert await strangers_answer(serves.address, goodbye, b"") == []
 
 
 # Places and ends

@@ -312,6 +312,13 @@ def test_a_session_that_is_closed_tells_the_other_side_why() -> None:
     assert pair.asks.take() == pair.serves.take() == []
 
 
+def test_a_reason_is_one_line_whoever_has_written_it() -> None:
+    pair = Pair().opened()
+    goodbye = encode(Disconnect("failed", "no\nword\x1b[2J, \u2028é"))
+    over = Over("failed", "no?word?[2J, ?é", True)
+    assert pair.asks.received((goodbye, b""), pair.now) == [over]
+
+
 def test_what_is_over_says_and_hears_nothing() -> None:
     pair = Pair().opened()
     of = pinned(pair)

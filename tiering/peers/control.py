@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Self
 
 from tiering.clock import Clock, MonotonicClock
 from tiering.errors import ClosedError, ConfigError, PeerError
+from tiering.metrics import is_worth_a_line
 from tiering.peers import sockets
 from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
@@ -36,6 +38,7 @@ from tiering.peers.sockets import Pipe
 log = logging.getLogger("tiering")
 
 _TICKS_A_HEARTBEAT = 4
+_REASONS_MAX = 256
 _Place = tuple[socket.AddressFamily, str]
 
 
@@ -91,6 +94,7 @@ class ControlPlane:
         self._guests: dict[bytes, Guest] = {}
         self._dealers: dict[Peer, Pipe] = {}
         self._stats = ControlStats()
+        self._refusals = _Refusals()
         # Made by `open`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: sockets.Context | None = None
@@ -265,6 +269,7 @@ class ControlPlane:
             # Not a refusal, which would have the two leave one another alone for long.
             send((encode(Disconnect("failed", full)), b""))
             self._stats.failed += 1
+            self._refusals.tell(full)
             return
         session = Session(self.me, self._key, "dialled", self._clock.now(), self._patience)
         guest = Guest(session, self._clock, self._source)
@@ -305,8 +310,11 @@ class ControlPlane:
             return
         del self._guests[whence]
         self._count(guest)
-        if guest.over.ending in ("refused", "malformed"):
-            log.warning("peers: an engine that dialled was refused: %s", guest.over.reason)
+        was_greeted = guest.session.peer is not None  # before, nobody can refuse anybody but we
+        if guest.over.ending in ("refused", "malformed") and (
+            was_greeted or not guest.over.is_told
+        ):
+            self._refusals.tell(guest.over.reason)
 
     def _send_to(self, whence: bytes, frames: Frames) -> bool:
         return self._router is not None and self._router.send((whence, *frames))
@@ -335,6 +343,21 @@ class ControlPlane:
         if self._loop is None:
             raise ClosedError("the control plane of peers is not open")
         return self._loop
+
+
+class _Refusals:
+    """Tells why engines were refused, each reason by itself, and more and more seldom. Whoever
+    thinks up new ones, which anybody can who reaches the port, has them counted as one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def tell(self, reason: str) -> None:
+        is_new = reason not in self._counts and len(self._counts) >= _REASONS_MAX
+        key = "" if is_new else reason
+        self._counts[key] += 1
+        if is_worth_a_line(count := self._counts[key]):
+            log.warning("peers: an engine that dialled was refused: %s (%d so far)", reason, count)
 
 
 def _is_literal(host: str) -> bool:

@@ -126,6 +126,12 @@ class Over(NamedTuple):
     is_told: bool
 
 
+def _told(goodbye: Disconnect) -> Over:
+    # Anybody may have written it, and it goes to the log: as one line.
+    reason = "".join(each if each.isprintable() else "?" for each in goodbye.reason)
+    return Over(goodbye.ending, reason, is_told=True)
+
+
 Event = Opened | Answered | Unanswered | Wanted | Released | RequestOver | Over
 
 
@@ -197,7 +203,7 @@ class Session:
         if isinstance(message, Malformed):
             return self._end("malformed", message.reason)
         if isinstance(message, Disconnect):
-            return self._over(Over(message.ending, message.reason, is_told=True))
+            return self._over(_told(message))
         if self.state is State.GREETING:
             return self._acknowledged(message, payload, seal, now)
         assert self._seals is not None
@@ -217,7 +223,7 @@ class Session:
         if isinstance(message, Malformed):
             return self._end("malformed", message.reason)
         if isinstance(message, Disconnect):
-            return self._over(Over(message.ending, message.reason, is_told=True))
+            return self._over(_told(message))
         if type(message) is not Connect:
             kind = type(message).__name__
             return self._end("unknown", f"a {kind} of no session that is known here: connect first")

@@ -1,4 +1,4 @@
-"""Where the engine's log lines go in a process of vLLM's, and which of many are worth one."""
+"""Where the engine's log lines go in a process of vLLM's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ def log_with_vllm() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = not theirs.handlers
-
-
-def is_worth_a_line(count: int) -> bool:
-    """Of what clients go on doing, the 1st, 2nd, 4th, 8th ... time: so that it does not fill the
-    log."""
-    return count & (count - 1) == 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from tiering.config import EngineConfig
-from tiering_connectors.vllm.logs import is_worth_a_line
+from tiering.metrics import is_worth_a_line
 
 log = logging.getLogger("tiering")
 

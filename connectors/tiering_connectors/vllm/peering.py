@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tiering.metrics import is_worth_a_line
 from tiering.residency.answers import Place
 from tiering.residency.core import Residency
-from tiering_connectors.vllm.logs import is_worth_a_line
 from tiering_connectors.vllm.roles import NO_ROLES, RoleError, Roles
 
 log = logging.getLogger("tiering")
