@@ -202,6 +202,16 @@ async def dialled(to: TcpTransport) -> socket.socket:
     return came
 
 
+async def let_in(to: TcpTransport) -> socket.socket:
+    """A reader that will do as it likes."""
+    loop, came = asyncio.get_running_loop(), await dialled(to)
+    greeting = await loop.sock_recv(came, 40)
+    proven = proof(TOKEN, "link, dialling", greeting[8:], bytes(32))
+    await loop.sock_sendall(came, SESSION + bytes(32) + proven)
+    assert len(await loop.sock_recv(came, 64)) == 64
+    return came
+
+
 async def is_closed(of: socket.socket) -> bool:
     """Whether the other side closes `of`, whatever it says before."""
     loop = asyncio.get_running_loop()
@@ -273,11 +283,7 @@ async def test_who_was_let_in_and_asks_for_nonsense_is_shown_the_door() -> None:
             struct.pack("<Q", 2**64 - 1),
             struct.pack("<Q", 2) + bytes(13),  # and no more
         ):
-            came = await dialled(ours)
-            greeting = await loop.sock_recv(came, 40)
-            proven = proof(TOKEN, "link, dialling", greeting[8:], bytes(32))
-            await loop.sock_sendall(came, SESSION + bytes(32) + proven)
-            assert len(await loop.sock_recv(came, 64)) == 64
+            came = await let_in(ours)
             await loop.sock_sendall(came, request)
             assert await is_closed(came)
 
@@ -286,11 +292,7 @@ async def test_who_was_let_in_and_asks_for_nonsense_is_shown_the_door() -> None:
 async def test_a_reader_that_does_not_take_its_rows_is_given_up() -> None:
     loop = asyncio.get_running_loop()
     async with transport(row_bytes=32 << 20) as ours:
-        came = await dialled(ours)
-        greeting = await loop.sock_recv(came, 40)
-        proven = proof(TOKEN, "link, dialling", greeting[8:], bytes(32))
-        await loop.sock_sendall(came, SESSION + bytes(32) + proven)
-        assert len(await loop.sock_recv(came, 64)) == 64
+        came = await let_in(ours)
         request = struct.pack("<QIQ", 1, 0, 1)
         assert "1 links served" in repr(ours)
         await loop.sock_sendall(came, request)
@@ -300,6 +302,22 @@ async def test_a_reader_that_does_not_take_its_rows_is_given_up() -> None:
 
 
 # Places
+
+
+async def test_readers_that_take_their_time_do_not_keep_others_waiting() -> None:
+    """As many as come over a slow line, or are stopped: who waits behind them would think that
+    nothing comes at all."""
+    loop = asyncio.get_running_loop()
+    request = struct.pack("<Q", ROWS_MAX) + struct.pack("<IQ", 0, 1) * ROWS_MAX
+    async with transport(quiet_seconds_max=HANG_SECONDS) as ours, transport() as theirs:
+        slow = [await let_in(ours) for _ in range(40)]
+        for reader in slow:
+            await loop.sock_sendall(reader, request)
+            assert await loop.sock_recv(reader, 1)
+        link = await theirs.connect(ours.offer(), SESSION, TOKEN)
+        assert (await read_three(link))[0] == [Moved.HIT] * 3
+        for reader in slow:
+            reader.close()
 
 
 async def test_rows_come_over_ipv6_and_by_name() -> None:

@@ -30,7 +30,7 @@ from tiering.peers.transports.base import (
     Served,
     check_read,
 )
-from tiering.peers.transports.doors import Door, DoorTransport, Terms, enter
+from tiering.peers.transports.doors import LINKS_MAX, Door, DoorTransport, Terms, enter
 from tiering.peers.transports.wire import Broken, Line, Wire
 from tiering.underway import to_the_end
 from tiering_kernels.rowstream import StreamEnded, row_stream
@@ -42,8 +42,9 @@ CONNECTIONS_MAX = 4
 """Of one link. A read takes another one for every SPAN_BYTES: on one host more only compete."""
 SPAN_BYTES = 64 << 20
 THREADS_MAX = 16
-"""That send rows, and as many that receive some. A peer that takes none holds one until it is given
-up."""
+"""That receive rows. For each connection that asks for some there is one that sends: a reader with
+a slow line holds it for long, and one that takes nothing until he is given up, and who waited
+behind them would take the silence for a peer that is gone."""
 _BACKLOG = 128
 
 _COUNT = struct.Struct("<Q")
@@ -94,7 +95,7 @@ class TcpTransport(DoorTransport):
             listening.close()
             raise self._refused(error) from error
         self._at = Address(self._at.host, listening.getsockname()[1])
-        self._threads = _Threads("serve"), _Threads("read")
+        self._threads = _Threads("serve", LINKS_MAX), _Threads("read", THREADS_MAX)
         terms = Terms(*self._served.rows.shape)
         self._door = Door(listening, terms, self._quiet_seconds_max, self._welcome)
 
@@ -212,8 +213,8 @@ class _Serving:
 class _Threads:
     """Threads that rows are moved in, one for each request under way."""
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix=f"tiering-peers-tcp-{name}")
+    def __init__(self, name: str, threads_max: int) -> None:
+        self._pool = ThreadPoolExecutor(threads_max, thread_name_prefix=f"tiering-peers-tcp-{name}")
         self._work: set[asyncio.Future[Any]] = set()
 
     def run(self, call: Callable[..., Of], *arguments: object) -> asyncio.Future[Of]:
