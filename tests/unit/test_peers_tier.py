@@ -20,6 +20,7 @@ from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
 from tiering.testing.rowspace import RowSpace, holds
 from tiering.tiers.base import Failed, Read, ReadOutcome, Write
+from tiering.tiers.peers import showcase
 from tiering.tiers.peers.source import PeerSource
 from tiering.tiers.peers.tier import PeerLimits, PeersTier
 
@@ -155,6 +156,26 @@ async def test_a_prefiller_that_is_done_with_the_request_is_not_waited_for() -> 
         keeping = asyncio.create_task(has.tier.keep("r", KEYS[:2]))
         assert await reading == [Read.HIT] * 2 + [Read.MISS] * 2
         assert await keeping == [Read.HIT] * 2
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+async def test_of_a_prefiller_that_has_done_without_some_nothing_is_waited_for(kept: int) -> None:
+    """It had no room for them, was not to store them, or has kept them for long enough."""
+    has, wants = Engine(limits=PeerLimits(unbound_store_seconds=0.1)), Engine()
+    async with engines(has, wants):
+        has.show(range(kept))
+        assert await has.tier.keep("r", KEYS[:kept]) == [Read.MISS] * kept
+        has.tier.hide(KEYS[:kept])
+        peer = wants.tier.at(has.whom("r", is_prefiller=True))
+        assert await peer.read(KEYS[:4], buffers(4)) == [Read.MISS] * 4
+
+
+async def test_as_many_requests_are_remembered_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(showcase, "COMPLETE_MAX", 2)
+    has = showcase.Showcase(lambda keys: None)
+    for kv_request_id in ("a", "b", "b", "c"):
+        await has.keep(kv_request_id, [], 1.0)
+    assert [has.is_complete(each) for each in "abc"] == [False, True, True]
 
 
 async def test_after_a_lookup_nothing_is_waited_for() -> None:

@@ -13,6 +13,10 @@ from collections.abc import Callable, Sequence
 
 from tiering.peers.messages import Reference
 
+COMPLETE_MAX = 16_384
+"""Requests that are remembered to be complete when nothing is kept for them, or not any more: of
+any before, a decoder that asks for what is not here waits until its deadline."""
+
 
 class Showcase:
     """`shown` is called with keys that have just come to be here."""
@@ -21,6 +25,7 @@ class Showcase:
         self._shown = shown
         self._at: dict[bytes, Reference] = {}
         self._kept: dict[str, _Kept] = {}
+        self._complete: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -57,6 +62,9 @@ class Showcase:
         self._kept[kv_request_id] = kept
         if before is not None:
             before.is_over.set()
+        self._complete[kv_request_id] = None
+        if len(self._complete) > COMPLETE_MAX:
+            del self._complete[next(iter(self._complete))]
         self._shown(keys)
         try:
             async with asyncio.timeout(seconds):
@@ -70,7 +78,7 @@ class Showcase:
 
     def is_complete(self, kv_request_id: str) -> bool:
         """Whether nothing more will come for the request."""
-        return kv_request_id in self._kept
+        return kv_request_id in self._kept or kv_request_id in self._complete
 
     def fetched(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
         """A peer has read `keys`."""
