@@ -1,7 +1,8 @@
 """The CUDA runtime's calls, as NVIDIA's bindings would get them, and a driver's batch of copies.
 
 There is no driver here, so what stands in for it notes what it is given, in the form in which C
-gets it.
+gets it. The bindings themselves are real where they are installed: what they take, and what they
+call things.
 """
 
 from __future__ import annotations
@@ -309,13 +310,87 @@ def test_where_the_package_is_not_there_the_message_says_how_to_get_it(
         open_cuda(0)
 
 
-def test_where_there_is_no_driver_the_message_says_what_to_look_at() -> None:
-    """With the real package, if it is installed: it imports without a driver."""
-    bindings = pytest.importorskip(
+def test_bindings_that_raise_without_a_driver_are_told_of_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of CUDA 12.8 do."""
+
+    class Raising:
+        def __getattr__(self, call: str) -> Any:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(cudart.importlib, "import_module", lambda _: Raising())
+    with pytest.raises(ConfigError, match=r"Failed to dlopen.*nvidia-smi"):
+        open_cuda(0)
+
+
+@pytest.fixture
+def bindings() -> Any:
+    """The real package, which imports without a driver."""
+    return pytest.importorskip(
         "cuda.bindings.runtime",
-        reason="the package cuda-bindings is not installed: pip install kv-tiering[cuda]",
+        reason="cuda-bindings is not installed: `make test` installs it, on Linux",
     )
+
+
+@pytest.fixture
+def no_driver(bindings: Any) -> Any:
     if int(bindings.cudaGetDeviceCount()[0]) == 0:
-        pytest.skip("there is a CUDA device here")
+        pytest.skip("there is a CUDA driver here: tests/cuda uses it")
+    return bindings
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_where_there_is_no_driver_the_message_says_what_to_look_at() -> None:
     with pytest.raises(ConfigError, match="nvidia-smi"):
         open_cuda(0)
+
+
+CALLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("enter_thread", ()),
+    ("create_stream", ()),
+    ("destroy_stream", (11,)),
+    ("synchronize", (0,)),
+    ("create_event", (True,)),
+    ("destroy_event", (12,)),
+    ("record", (12, 0)),
+    ("is_complete", (12,)),
+    ("elapsed_seconds", (12, 13)),
+    ("wait_event", (11, 12)),
+    ("copy_one_by_one", (addresses(1 << 63), addresses(4096), addresses(1), 11)),
+    ("register", (1 << 47, 1 << 40)),
+    ("unregister", (1 << 47,)),
+    ("bus_id", ()),
+]
+
+
+@pytest.mark.parametrize(("call", "given"), CALLS, ids=[call for call, _ in CALLS])
+def test_the_real_bindings_take_what_they_are_given(
+    no_driver: Any, monkeypatch: pytest.MonkeyPatch, call: str, given: tuple[Any, ...]
+) -> None:
+    """By name, number and kind of what each call gets: they get as far as to miss the driver."""
+    monkeypatch.setattr(cudart, "device_calls", lambda: None)
+    _, runtime = opened(Driver(), has_batch=False)
+    runtime._cuda = no_driver
+    with pytest.raises(DeviceCallError, match="driver version is insufficient") as told:
+        getattr(runtime, call)(*given)
+    assert not told.value.is_sticky
+
+
+def test_the_real_bindings_find_no_function_without_a_driver(no_driver: Any) -> None:
+    _, runtime = opened(Driver())
+    runtime._cuda = no_driver
+    for symbol in (cudart._DRIVER_BATCH, cudart._DRIVER_COPY, cudart._DRIVER_HOST_FUNCTION):
+        assert runtime._entry_point(*symbol) == 0
+
+
+def test_handles_of_the_real_bindings_are_numbers(bindings: Any) -> None:
+    assert int(bindings.cudaStream_t(11)) == 11
+    assert int(bindings.cudaEvent_t(12)) == 12
+    assert bindings.cudaStreamNonBlocking == cudart._NON_BLOCKING
+    assert bindings.cudaEventDisableTiming == cudart._NO_TIMING
+    assert bindings.cudaHostRegisterPortable == cudart._PORTABLE
+    assert bindings.cudaError_t.cudaErrorNotReady == NOT_READY
+    orders = bindings.cudaMemcpySrcAccessOrder
+    assert orders.cudaMemcpySrcAccessOrderStream == cudart._ORDER_STREAM
+    assert orders.cudaMemcpySrcAccessOrderAny == cudart._ORDER_ANY

@@ -265,11 +265,12 @@ def open_cuda(ordinal: int) -> CudaRuntime:
         ) from error
     try:
         return CudaRuntime(bindings, ordinal)
-    except DeviceCallError as error:
+    # Bindings of CUDA 12.8 raise RuntimeError where they find no driver, or none with the function.
+    except (DeviceCallError, RuntimeError) as error:
         raise ConfigError(
             "--device",
             f"cuda:{ordinal}",
             str(error),
             "check with nvidia-smi that the driver runs and is not older than the package "
-            "cuda-bindings",
+            "cuda-bindings; for a driver of CUDA 12: pip install 'cuda-bindings<13'",
         ) from error
