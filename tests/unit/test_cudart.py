@@ -394,3 +394,14 @@ def test_handles_of_the_real_bindings_are_numbers(bindings: Any) -> None:
     orders = bindings.cudaMemcpySrcAccessOrder
     assert orders.cudaMemcpySrcAccessOrderStream == cudart._ORDER_STREAM
     assert orders.cudaMemcpySrcAccessOrderAny == cudart._ORDER_ANY
+
+
+def test_every_error_that_ends_a_process_is_known(bindings: Any) -> None:
+    """As NVIDIA says of each code whether more can be done after it."""
+    ends = {
+        int(code) for code in bindings.cudaError_t if "inconsistent state" in (code.__doc__ or "")
+    }
+    if not ends:
+        pytest.skip("these bindings say nothing of their errors: cuda-bindings 13.5 does")
+    assert ends <= cudart._STICKY
+    assert UNKNOWN_TO_BINDINGS not in set(map(int, bindings.cudaError_t))

@@ -32,8 +32,9 @@ _DRIVER_HOST_FUNCTION = (b"cuLaunchHostFunc", 10000)
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 
 # What leaves the process without a context that works: every later call fails with it. The driver
-# going down at the end of the process, memory or NVLink that cannot be mended, a kernel's faults.
-_STICKY = {4, 214, 220, 700, 702, 709, 710, *range(714, 720), 999}
+# going down at the end of the process, memory or NVLink that cannot be mended, a fault that the GPU
+# contained, a kernel's faults, another device's.
+_STICKY = {4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 911, 999}
 
 
 class _Attributes(ctypes.Structure):
