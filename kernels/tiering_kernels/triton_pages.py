@@ -78,7 +78,8 @@ class PageTable:
         return everything & -everything
 
 
-@triton.jit
+# Of what differs from launch to launch: whatever its value, the code is that of `warm_up`.
+@triton.jit(do_not_specialize=["count"])
 def _copy_pages(
     table,
     indices,

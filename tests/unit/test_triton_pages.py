@@ -41,6 +41,30 @@ for word in (16, 8):
         print(word, is_load, stores, len(made.asm["cubin"]) > 0)
 """
 
+# What a launch looks up, on a device that is none: nothing is launched.
+LOOK_UP = """
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from tiering_kernels.triton_pages import _copy_pages
+
+driver.set_active(
+    SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+)
+for count in (0, 1, 16, 17, 1000):
+    _copy_pages.warmup(
+        *(torch.int64, torch.int32, count, 3, 5000, 700, 4, 1 << 46, 1 << 21),
+        **{"IS_LOAD": True, "WORD": 16, "WORDS": 64, "FIELDS": 4, "grid": (1,)},
+    )
+print(len(_copy_pages.device_caches[0][0]))
+"""
+
 
 def output_of(*command: str, **environment: str) -> list[str]:
     done = subprocess.run(
@@ -71,3 +95,13 @@ def test_it_compiles_for_a_gpu_with_accesses_of_16_bytes(tmp_path: Path) -> None
         "8 True ['st.global.b64'] True",
         "8 False ['st.global.b64'] True",
     ]
+
+
+def test_copies_of_any_length_need_no_other_code_than_was_compiled_at_start(
+    tmp_path: Path,
+) -> None:
+    """Triton makes other code for a number that is 1, or that 16 divides, unless it is told not
+    to: the first loads would wait for a compiler."""
+    program = tmp_path / "look_up.py"
+    program.write_text(LOOK_UP)
+    assert output_of(str(program), TRITON_CACHE_DIR=str(tmp_path)) == ["1"]
