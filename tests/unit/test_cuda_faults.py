@@ -15,6 +15,8 @@ import pytest
 
 from cuda_scene import LAYOUT, SECONDS, Scene, chunk
 from tiering.device import cuda as cuda_module
+from tiering.device.base import BlockMap
+from tiering.device.fragments import Fragmenter, Fragments
 from tiering.device.futures import OVERDUE_SECONDS, Watcher
 from tiering.errors import CopyError, DeviceCallError, DeviceLostError
 from tiering.testing.clocks import ManualClock
@@ -78,6 +80,25 @@ def test_an_index_out_of_bounds_fails_alone_and_touches_nothing(scene: Scene) ->
         negative.result(SECONDS)
     good.result(SECONDS)
     assert not scene.share[0].any()
+
+
+def test_whatever_else_is_raised_fails_its_copy_alone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as no memory for the addresses: the thread that gives copies to the device goes on."""
+    fragmenter = scene.copier._fragmenters[0]
+
+    def full(blocks: BlockMap) -> Fragments:
+        if blocks.slots[0] == 0:
+            raise MemoryError("no room for 3 arrays")
+        return Fragmenter.of(fragmenter, blocks)
+
+    monkeypatch.setattr(fragmenter, "of", full)
+    failed, good = scene.store([1, 2], 0), scene.store([3, 4], 1)
+    scene.cuda.run_all()
+    with pytest.raises(CopyError, match="store of 2 blocks: no room for 3 arrays"):
+        failed.result(SECONDS)
+    good.result(SECONDS)
 
 
 def test_a_driver_that_calls_nothing_back_is_asked(

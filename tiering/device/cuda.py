@@ -226,10 +226,11 @@ class CudaCopier(DeviceCopier):
         failure: CopyError | None = None
         try:
             self._give(lane, copy, kept)
-        except IndexError as error:
-            failure = _failure(lane, copy.blocks, error)
         except DeviceCallError as error:
             self._note_fault(error)
+            failure = _failure(lane, copy.blocks, error)
+        except Exception as error:
+            # An index out of bounds or whatever: those behind it must not wait for ever.
             failure = _failure(lane, copy.blocks, error)
         self._watch(lane, copy, kept, failure)
 
