@@ -399,7 +399,10 @@ def build_device_copier(
     `memory`, which is pinned first: about 0.1 seconds a GiB. `server_stream` is asked at each copy
     on which stream the server computes. DeviceCallError."""
     with _watchers_lock:
-        watcher = _watchers.setdefault(runtime, Watcher(runtime))
+        watcher = _watchers.get(runtime)
+        if watcher is None:
+            # One that is made and not used would keep its bell for ever.
+            watcher = _watchers[runtime] = Watcher(runtime)
     pinned = pin(runtime, memory)
     try:
         return CudaCopier(runtime, watcher, groups, share, pinned, server_stream, kernel)

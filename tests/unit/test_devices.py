@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,21 @@ def test_a_device_that_cannot_be_used_is_said_at_start(
         with pytest.raises(ConfigError, match="create_stream failed"):
             gpu(fake).open_copier(groups, region, 0, CONFIG)
     assert fake.pinned == {}
+
+
+def test_further_copiers_of_a_device_take_no_further_descriptors(
+    fake: FakeCuda, tmp_path: Path, torch: Any
+) -> None:
+    """They share the first one's watcher, whose bell is never closed."""
+    made = geometry(LAYOUTS["blocks outermost"])
+    groups = made.device_pages({"layer": torch.zeros(BLOCKS * LAYERS * PAGE, dtype=torch.uint8)})
+    config = CONFIG.model_copy(update={"kernel_below_bytes": 0})
+    with Region.open(region_name("again"), made.row, 64 << 10, tmp_path) as region:
+        gpu(fake).open_copier(groups, region, 0, config).close()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            gpu(fake).open_copier(groups, region, 0, config).close()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_without_a_device_for_it_small_pages_are_copied_by_the_engines(
