@@ -38,18 +38,19 @@ for name in ("numpy", "torch", "triton", "cuda.bindings", "pytest"):
         print(name, "is not here:", error)
 PROGRAM
 
-# Beside the sources, as `make` does it; what there is of it is kept.
+# Beside the sources, as `make` does it; what there is of it is kept, if it can be used here.
 step "native code"
-if [ -e kernels/tiering_kernels/_native.so ]; then
+loads='from tiering_kernels.devicecalls import device_calls; raise SystemExit(not device_calls())'
+if "$python" -c "$loads"; then
     echo "is there"
-elif timeout 60 "$python" hatch_build.py; then
+elif timeout 30 "$python" hatch_build.py; then
     echo "was compiled"
 else
     echo "cannot be compiled here: the device is asked for the end of a copy, and rings no bell"
 fi
 
 step "tests on the device"
-KV_TIERING_DEVICE=$runtime timeout 120 "$python" -m pytest -c /dev/null --rootdir "$here/tests/cuda" \
+KV_TIERING_DEVICE=$runtime timeout 110 "$python" -m pytest -c /dev/null --rootdir "$here/tests/cuda" \
     --noconftest -p no:cacheprovider -q -rs -W ignore::pytest.PytestUnknownMarkWarning \
     "$here/tests/cuda" 2>&1 | tee "$out/tests.log"
 code=${PIPESTATUS[0]}
@@ -67,7 +68,7 @@ else
 fi
 
 step "tiering-bench device"
-timeout 210 "$python" -m tiering_benchmarks.device --runtime "$runtime" --seconds 120 \
+timeout 200 "$python" -m tiering_benchmarks.device --runtime "$runtime" --seconds 110 \
     --json "$out/device.json" 2>&1 | tee "$out/device.log"
 code=${PIPESTATUS[0]}
 [ "$code" -eq 0 ] || failed=1

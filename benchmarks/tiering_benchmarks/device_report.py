@@ -65,17 +65,17 @@ def share(samples: Samples, size: int, direction: str, way: str) -> float | None
 
 
 def crossover(samples: Samples) -> int | None:
-    """The smallest fragments that a batch loads as fast as the kernel does; the value for
-    `kernel_below_bytes`. None where the two were not both measured."""
-    compared = False
+    """The smallest fragments that a batch loads as fast as the kernel does, or the largest that
+    both were measured at; the value for `kernel_below_bytes`. None where there are none."""
+    largest = None
     for size in fragment_sizes(samples):
         batch, kernel = (seconds(samples, size, LOAD, way) for way in (BATCH, KERNEL))
         if batch is None or kernel is None:
             continue
-        compared = True
+        largest = size
         if batch <= kernel:
             return size
-    return max(fragment_sizes(samples)) if compared else None
+    return largest
 
 
 def aims(samples: Samples) -> list[Aim]:
@@ -149,7 +149,7 @@ def table(samples: Samples) -> Iterator[str]:
     yield f"one large copy, GB/s: {', '.join(large)}"
     found = crossover(samples)
     if found is not None:
-        yield f"a batch is as fast as the kernel from {found} bytes: kernel_below_bytes"
+        yield f"the kernel is ahead of a batch below {found} bytes: kernel_below_bytes"
 
 
 def checked(samples: Samples) -> Iterator[str]:

@@ -184,7 +184,11 @@ class Bench:
     def _kernel(self, places: _Places) -> Any:
         if places.size > KERNEL_BYTES_MAX:
             return None
-        return self._side.kernel([places.group], places.share)
+        kernel = self._side.kernel([places.group], places.share)
+        told = f"the kernel for small pages: {self._side.why_no_kernel}"
+        if kernel is None and told not in self.samples.left_out:
+            self.samples.left_out.append(told)
+        return kernel
 
     def _timed(
         self, direction: str, fragments: Fragments, places: _Places, way: str, kernel: Any = None

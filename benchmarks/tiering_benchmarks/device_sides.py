@@ -55,6 +55,7 @@ class Side(Protocol):
     name: str
     is_real: bool
     runtime: DeviceRuntime
+    why_no_kernel: str
 
     def memory(self, size_bytes: int) -> Memory: ...
 
@@ -71,7 +72,7 @@ class Side(Protocol):
         ...
 
     def kernel(self, groups: Sequence[DevicePages], share: ByteArray) -> PageKernel | None:
-        """For pages of these groups and rows; None where there is none."""
+        """For pages of these groups and rows; None where there is none, and `why_no_kernel`."""
         ...
 
     def loop(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
@@ -124,6 +125,7 @@ class _Pinning:
 
 class FakeSide:
     name, is_real = "fake", False
+    why_no_kernel = "an emulated device runs none"
 
     def __init__(self) -> None:
         self.fake = FakeCuda(free_running=True)
@@ -184,6 +186,7 @@ class _TorchMemory:
 
 class CudaSide:
     is_real = True
+    why_no_kernel = ""
 
     def __init__(self) -> None:
         """ConfigError without a device or the bindings, ImportError without torch."""
@@ -213,9 +216,11 @@ class CudaSide:
     def kernel(self, groups: Sequence[DevicePages], share: ByteArray) -> PageKernel | None:
         try:
             made = page_kernel(groups, share, "cuda:0")
-        except ImportError:
+            made.warm_up()
+        except Exception as error:
+            # No Triton, or no C compiler for it: engines can be measured all the same.
+            self.why_no_kernel = f"{type(error).__name__}: {error}"
             return None
-        made.warm_up()
         self._torch.cuda.synchronize()
         return made
 

@@ -21,6 +21,7 @@ import pytest
 
 from tiering.device.base import BlockMap, DevicePages, PageRun
 from tiering.device.cuda import CudaCopier
+from tiering.device.cudart import has_bindings
 from tiering.device.fragments import Fragmenter, HostRows
 from tiering.device.futures import Watcher
 from tiering.device.pinned import PinnedMemory, pin
@@ -37,9 +38,10 @@ BLOCKS, ROWS, PER_CHUNK = 64, 24, 2
 def why_not() -> str | None:
     if WANTED == "fake":
         return None
-    for module in ("torch", "cuda"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if not has_bindings():
+        return "cuda-bindings is not installed"
     import torch
 
     return None if torch.cuda.is_available() else "there is no CUDA device"

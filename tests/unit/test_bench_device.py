@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tiering_benchmarks import device
+from tiering_benchmarks import device, device_sides
 from tiering_benchmarks.cli import main
 from tiering_benchmarks.device_report import aims, as_json, crossover, share, speed, table
 from tiering_benchmarks.device_run import (
@@ -86,6 +86,32 @@ def test_no_further_size_is_begun_when_the_time_is_over() -> None:
     side.close()
 
 
+def test_a_kernel_that_cannot_be_compiled_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton needs a C compiler, which not every machine with a GPU has."""
+
+    class Uncompiled:
+        def warm_up(self) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(device_sides, "page_kernel", lambda *given: Uncompiled())
+    cuda: Any = object.__new__(device_sides.CudaSide)
+    side = FakeSide()
+    bench = Bench(side, PLAN)
+    places = bench._places(4 * KIB)
+    assert bench._kernel(places) is None
+    bench._side = cuda
+    for _ in range(2):
+        assert bench._kernel(places) is None
+    assert bench.samples.left_out == [
+        "the kernel for small pages: an emulated device runs none",
+        "the kernel for small pages: RuntimeError: Failed to find C compiler",
+    ]
+    bench.close()
+    side.close()
+
+
 def test_wrong_bytes_are_found() -> None:
     side = FakeSide()
     copy = side.fake.copy
@@ -127,9 +153,9 @@ def test_speeds_and_shares_are_those_of_the_medians() -> None:
     assert share(made, 512 * KIB, STORE, LOOP) is None
     lines = list(table(made))
     assert "96.2 (0.96)" in next(line for line in lines if line.startswith("512 KiB"))
-    assert lines[-1].startswith("a batch is as fast as the kernel from 32768 bytes")
+    assert lines[-1].startswith("the kernel is ahead of a batch below 32768 bytes")
     assert crossover(made) == 32 * KIB
-    assert crossover(samples(kernel=0.001)) == 512 * KIB
+    assert crossover(samples(kernel=0.001)) == 32 * KIB, "nobody compared larger ones"
     assert crossover(Samples(PLAN)) is None
 
 
