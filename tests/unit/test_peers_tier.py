@@ -31,7 +31,8 @@ QUICK = Patience(heartbeat_seconds=0.1, silence_seconds_max=1.0, answer_seconds_
 
 
 class Engine:
-    """A host tier, and the tier of peers over it."""
+    """A host tier, and the tier of peers over it. `transport`: which, in order of preference, with
+    commas; `elsewhere` is TCP at an address that this host has not."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Engine:
         transports: dict[str, Transport] = {
             "tcp": TcpTransport(served, LOOPBACK),
             "shm": ShmTransport(served),
+            "elsewhere": TcpTransport(served, Address("192.0.2.1", 0)),
         }
 
         def me() -> Introduction:
@@ -57,7 +59,7 @@ class Engine:
         self.tier = PeersTier(
             at,
             me,
-            [transports[transport]],
+            [transports[name] for name in transport.split(",")],
             ROW_BYTES,
             key=key,
             limits=limits or PeerLimits(unbound_store_seconds=5.0, wait_seconds=5.0),
@@ -113,6 +115,21 @@ async def test_what_one_shows_the_other_finds_and_reads(transport: str) -> None:
         assert (stats["peers_asked"], stats["peers_found"], stats["now_guests"]) == (6, 4, 1)
         await asyncio.sleep(0.1)
         assert has.tier.stats()["peers_fetched"] == 4
+
+
+async def test_a_transport_that_cannot_be_opened_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The peer has it and prefers it: neither of the two may try it."""
+    lacks, other = Engine(transport="elsewhere,shm"), Engine(transport="tcp,shm")
+    async with engines(lacks, other):
+        for has, wants in ((lacks, other), (other, lacks)):
+            has.show(range(2))
+            into = buffers(2)
+            outcomes = await wants.tier.at(has.whom()).read(KEYS[:2], into)
+            assert outcomes == [Read.HIT] * 2, reasons(outcomes)
+            assert all(holds(has.space.reference(i), into[i]) for i in range(2))
+    assert "no chunks over tcp: the data plane cannot listen there: " in caplog.text
 
 
 async def test_what_is_hidden_is_a_miss_and_so_is_a_slot_given_away_unseen() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class Place:
 
 
 HERE = Place("127.0.0.1")
+# By default UCX would read the other process's memory without asking it.
+OVER_UCX = Place("127.0.0.1", ("env", "UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo"))
 
 
 @dataclass
@@ -114,12 +117,17 @@ def open_engine(
         ("tcp", "thread", "connector"),
         ("shm", "process", "connector"),
         ("auto", "thread", "spec"),
+        pytest.param(
+            ("nixl", "thread", "connector"),
+            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed"),
+        ),
     ],
     ids=lambda param: "-".join(param),
 )
 def pair(request: pytest.FixtureRequest, open_engine: Callable[..., Engine]) -> tuple[Engine, ...]:
+    place = OVER_UCX if request.param[0] == "nixl" else HERE
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda _: open_engine(*request.param), range(2))
+        found = threads.map(lambda _: open_engine(*request.param, place), range(2))
         return tuple(found)
 
 

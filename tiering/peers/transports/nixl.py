@@ -55,7 +55,7 @@ def has_infiniband() -> bool:
 
 
 class NixlTransport(Transport):
-    """`backends` and `num_threads` are NIXL's."""
+    """`backends` and `num_threads` are NIXL's; errors are under the tier's path `where`."""
 
     def __init__(
         self,
@@ -63,11 +63,13 @@ class NixlTransport(Transport):
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         *,
+        where: str = "secondary_tiers[]",
         quiet_seconds_max: float = QUIET_SECONDS_MAX,
     ) -> None:
         self._served = served
         self._backends = list(backends)
         self._num_threads = num_threads
+        self._where = where
         self._quiet_seconds_max = quiet_seconds_max
         self._name = f"kv-tiering-{secrets.token_hex(8)}"
         self._sessions: set[bytes] = set()
@@ -86,9 +88,11 @@ class NixlTransport(Transport):
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._agent = await loop.run_in_executor(
-            None, partial(_new_agent, self._name, self._backends, self._num_threads)
-        )
+        made = partial(_new_agent, self._name, self._backends, self._num_threads)
+        try:
+            self._agent = await loop.run_in_executor(None, made)
+        except ConfigError as error:
+            raise error.under(self._where) from error.__cause__
         rows, generations = self._served.rows, self._served.generations
         self._staging = _Staging(self._served.row_bytes)
         try:
@@ -100,7 +104,7 @@ class NixlTransport(Transport):
             metadata = self._agent.get_partial_agent_metadata(told, True, self._backends)
         except Exception as error:
             await self.close()
-            raise _unusable(self._backends, error) from error
+            raise _unusable(self._backends, error).under(self._where) from error
         place = _PLACE.pack(rows.ctypes.data, *rows.shape, generations.ctypes.data)
         self._details = place + metadata
         self._make_progress()
@@ -398,7 +402,10 @@ def _new_agent(name: str, backends: list[str], num_threads: int) -> Any:
         api = import_module("nixl._api")
     except ImportError as error:
         raise ConfigError(
-            "transport", "nixl", f"NIXL cannot be imported: {error}", "install nixl, or set tcp"
+            "transport",
+            "nixl",
+            f"NIXL cannot be imported: {error}",
+            "run pip install 'kv-tiering[nixl]', or set transport: tcp",
         ) from error
     try:
         config = api.nixl_agent_config(
@@ -414,7 +421,7 @@ def _unusable(backends: Sequence[str], error: Exception) -> ConfigError:
         "backends",
         list(backends),
         f"NIXL cannot use them here: {_why(error)}",
-        "set others, or tcp",
+        "name others that move host memory, such as UCX, or set transport: tcp",
     )
 
 

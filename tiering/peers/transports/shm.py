@@ -52,11 +52,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class ShmTransport(DoorTransport):
     """Serves what has spaces; links to engines of this host and this user."""
 
-    def __init__(self, served: Served, *, quiet_seconds_max: float = QUIET_SECONDS_MAX) -> None:
+    def __init__(
+        self,
+        served: Served,
+        *,
+        where: str = "secondary_tiers[]",
+        quiet_seconds_max: float = QUIET_SECONDS_MAX,
+    ) -> None:
+        """Errors of `open` are under the tier's path `where`."""
         if served.rows_space is None or served.generations_space is None:
             raise ValueError("rows and generations that other processes cannot map")
         super().__init__(served)
         self._spaces = served.rows_space, served.generations_space
+        self._where = where
         self._quiet_seconds_max = quiet_seconds_max
         # Never guessed, and never there before: nobody can be listening in its place.
         self._address = f"kv-tiering-{secrets.token_hex(16)}"
@@ -78,7 +86,8 @@ class ShmTransport(DoorTransport):
             listening.close()
             self._let_go()
             told = f"cannot be served to other processes: {error.strerror or error}"
-            raise ConfigError("transport", "shm", told, "set transport: tcp") from error
+            key = f"{self._where}.transport"
+            raise ConfigError(key, "shm", told, "set transport: tcp") from error
         rows, row_bytes = self._served.rows.shape
         terms = Terms(rows, row_bytes, *(space.offset for space in self._spaces))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiering-peers-shm")

@@ -62,7 +62,7 @@ def build_peers(
     return PeersTier(
         at,
         introduction,
-        _transports(config, served_from(region), at, told, f"{where}.host"),
+        _transports(config, served_from(region), at, told, where),
         geometry.row_bytes,
         key=key,
         allow_unauthenticated=config.allow_unauthenticated,
@@ -91,14 +91,16 @@ def served_from(region: Region) -> Served:
 def _transports(
     config: P2pTierConfig, served: Served, at: Address, told: Address, where: str
 ) -> Sequence[Transport]:
-    """In order of preference: one host's memory is nearest, RDMA is nearer than sockets."""
+    """In order of preference: one host's memory is nearest, RDMA is nearer than sockets. `where`
+    is the tier's path."""
     wanted = config.transport
     made: list[Transport] = []
     if wanted in ("auto", "shm"):
-        made.append(ShmTransport(served))
+        made.append(ShmTransport(served, where=where))
     if wanted == "nixl" or (wanted == "auto" and has_infiniband() and find_spec("nixl")):
         threads = config.num_threads if config.backends == ("UCX",) else 0
-        made.append(NixlTransport(served, config.backends, threads))
+        made.append(NixlTransport(served, config.backends, threads, where=where))
     if wanted in ("auto", "tcp"):
-        made.append(TcpTransport(served, Address(at.host, 0), told.host, name=where))
+        here = Address(at.host, 0)
+        made.append(TcpTransport(served, here, told.host, name=f"{where}.host"))
     return made

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from tiering.clock import Clock
-from tiering.errors import ClosedError, PeerError, TierError
+from tiering.errors import ClosedError, ConfigError, PeerError, TierError
 from tiering.metrics import Counters
 from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
@@ -42,6 +43,8 @@ from tiering.tiers.peers.links import Links
 from tiering.tiers.peers.serving import Serving
 from tiering.tiers.peers.source import PeerSource
 
+log = logging.getLogger("tiering")
+
 COUNTERS = ("peer_chunks_stale", "peer_errors")
 _TIDY_SECONDS = 2.0
 
@@ -59,7 +62,8 @@ class PeerLimits:
 
 class PeersTier(PeerTier):
     """This engine is at `at`, for peers to dial; `transports`, in order of preference, serve its
-    rows of `chunk_bytes` and read theirs."""
+    rows of `chunk_bytes` and read theirs. One that cannot be opened is left out with a warning, but
+    for the last."""
 
     def __init__(
         self,
@@ -90,8 +94,10 @@ class PeersTier(PeerTier):
         self._patience = patience
         self._clock = clock
         self._counters = Counters(COUNTERS)
-        self._serving = Serving(transports)
-        self._links = Links(transports)
+        # Those that are open, also for these two.
+        self._opened: list[Transport] = []
+        self._serving = Serving(self._opened)
+        self._links = Links(self._opened)
         self._control: ControlPlane | None = None
         self._stack = AsyncExitStack()
 
@@ -121,9 +127,7 @@ class PeersTier(PeerTier):
         )
         self._counters = Counters(COUNTERS)
         async with AsyncExitStack() as stack:
-            for transport in self._transports:
-                await transport.open()
-                stack.push_async_callback(transport.close)
+            await self._open_transports(stack)
             stack.push_async_callback(self._links.close)
             me = self._introduction()
             control = ControlPlane(
@@ -135,7 +139,7 @@ class PeersTier(PeerTier):
                     me.hash_seed,
                     me.rows,
                     me.row_bytes,
-                    tuple(transport.offer() for transport in self._transports),
+                    tuple(transport.offer() for transport in self._opened),
                 ),
                 self._serving,
                 self._at,
@@ -153,6 +157,20 @@ class PeersTier(PeerTier):
             stack.callback(tidying.cancel)
             self._control = control
             self._stack = stack.pop_all()
+
+    async def _open_transports(self, stack: AsyncExitStack) -> None:
+        """The last is what all fall back to, or the only one that was asked for."""
+        stack.callback(self._opened.clear)
+        for transport in self._transports:
+            try:
+                await transport.open()
+            except ConfigError as error:
+                if transport is self._transports[-1]:
+                    raise
+                log.warning("%s: no chunks over %s: %s", self.name, transport.name, error.reason)
+                continue
+            stack.push_async_callback(transport.close)
+            self._opened.append(transport)
 
     # Of a peer
 
