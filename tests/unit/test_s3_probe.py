@@ -99,6 +99,14 @@ async def test_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     is_about(error, "endpoint_override", "cannot resolve", "http://s3.invalid is its address")
 
 
+async def test_a_bucket_in_front_of_a_host_that_cannot_be_resolved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"bucket": "b", "endpoint_override": "s3.invalid", "addressing": "virtual"}
+    error = await fails(caplog, given | {"access_key": "a", "secret_key": SECRET})
+    is_about(error, "addressing", "cannot resolve b.s3.invalid", 'write "path"')
+
+
 @pytest.mark.slow
 async def test_a_store_that_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     """Connections are taken by the kernel, and by nobody else."""

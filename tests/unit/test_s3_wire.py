@@ -231,6 +231,23 @@ async def test_an_address_that_does_not_answer_is_left_for_the_next(
     assert len(asked) == 1
 
 
+async def test_a_bucket_is_in_the_name_of_the_host_where_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ours(host: str, port: int) -> list[str]:
+        assert (host, port) == ("bucket.store.test", server.port)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(wires, "_addresses", ours)
+    with ScriptedS3() as server:
+        endpoint = f"http://store.test:{server.port}"
+        async with wire_to(endpoint, addressing="virtual") as wire:
+            await wire.exchange(KEYS, "PUT", "a/b c", body=[memoryview(b"body")])
+            assert (await wire.exchange(KEYS, "GET", "a/b c")).body == b"body"
+    assert server.objects == {"a/b c": b"body"}
+    assert server.asked[0].headers["host"] == f"bucket.store.test:{server.port}"
+
+
 async def test_no_line_of_a_request_becomes_two() -> None:
     async with wire_to("http://127.0.0.1:1") as wire:
         with pytest.raises(StoreError, match="a line break"):

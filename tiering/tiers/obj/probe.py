@@ -132,6 +132,13 @@ class _Cause:
         cause = error.__cause__
         if isinstance(cause, ssl.SSLCertVerificationError):
             return self._bad_certificate(cause)
+        if isinstance(cause, socket.gaierror) and self._config.addressing == "virtual":
+            name = f"{self._config.bucket}.{self._config.host}"
+            return self.of(
+                "addressing",
+                f"puts the bucket in front of the host, and this machine cannot resolve {name}",
+                'write "path", or have the name resolved to the store',
+            )
         if isinstance(cause, socket.gaierror):
             return self.unreachable("is a name that this machine cannot resolve")
         if isinstance(cause, ConnectionRefusedError):
