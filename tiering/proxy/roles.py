@@ -25,7 +25,7 @@ together."""
 # What has a prefiller answer more than a token, or compute anything but the prompt.
 _NOT_FOR_A_PREFILL = (
     *("stream_options", "min_tokens", "n", "best_of", "use_beam_search"),
-    *("echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("echo", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs"),
 )
 
 
