@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -71,8 +72,9 @@ def test_a_file_that_its_group_may_read_is_taken(tmp_path: Path) -> None:
     SharedKey.read("auth", key_file(tmp_path, SECRET, 0o440))
 
 
-@pytest.mark.parametrize("name", ["missing", "."])
+@pytest.mark.parametrize("name", ["missing", ".", "pipe"])
 def test_what_is_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match=r"auth = .*make one with"):
         SharedKey.read("auth", tmp_path / name)
 

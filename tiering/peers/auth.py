@@ -54,7 +54,7 @@ class SharedKey:
         """Of the file at `path`, without line ends around it. ConfigError under `key` where it
         cannot be read, can be read by everybody, or is no secret."""
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_at_once) as file:
                 status = os.fstat(file.fileno())
                 secret = file.read(KEY_BYTES_MAX + 1) if stat.S_ISREG(status.st_mode) else b""
         except OSError as error:
@@ -161,6 +161,11 @@ def require_bindable(key: str, host: str, shared: SharedKey, allow_unauthenticat
 def proof(token: bytes, purpose: str, *parts: bytes) -> bytes:
     """That one has `token`, for one purpose and one exchange."""
     return _mac(token, purpose.encode(), *parts)
+
+
+def _at_once(path: str, flags: int) -> int:
+    # A pipe without a writer would be waited for.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _numbered(secret: bytes, sender: bytes, number: int, payload: bytes) -> bytes:
