@@ -1,7 +1,9 @@
 """Links to peers: by which transport, one for each session, and gone with it. Loop only.
 
 Of what both sides have, the first in order of preference is tried, then the next: shared memory
-says no to another host by itself, and TCP reaches whoever the control plane has reached.
+says no to another host by itself, and TCP reaches whoever the control plane has reached, unless a
+firewall lets only that through. Where there is no link to be had, it is left at that for a while
+that doubles: finding out takes seconds, and a request that can be computed waits for it.
 """
 
 from __future__ import annotations
@@ -9,20 +11,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from tiering.clock import Clock, MonotonicClock
 from tiering.errors import PeerError
 from tiering.peers.calls import Peer
+from tiering.peers.directory import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from tiering.peers.transports.base import Link, Transport
 
 log = logging.getLogger("tiering")
 
 
+@dataclass(slots=True)
+class _Trouble:
+    """Why there is no link to a peer, until when none is tried, and for how long after that."""
+
+    reason: str
+    until: float
+    again_seconds: float
+
+
 class Links:
     """`transports` in order of preference. Links are opened when first wanted."""
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], clock: Clock | None = None) -> None:
         self._transports = transports
+        self._clock = clock or MonotonicClock()
         self._links: dict[Peer, asyncio.Task[Link]] = {}
+        self._troubles: dict[Peer, _Trouble] = {}
 
     def __len__(self) -> int:
         return len(self._links)
@@ -32,6 +48,7 @@ class Links:
         await self.tidy()
         opening = self._links.get(peer)
         if opening is None or (opening.done() and _failed(opening)):
+            self._require_untroubled(peer)
             opening = asyncio.get_running_loop().create_task(self._connect(peer))
             self._links[peer] = opening
         await asyncio.wait([opening])
@@ -65,6 +82,7 @@ class Links:
             return  # somebody else has
         opening.cancel()
         await asyncio.wait([opening])
+        self._troubles.pop(peer, None)
         if not _failed(opening):
             await opening.result().close()
 
@@ -80,11 +98,23 @@ class Links:
                 reasons.append(str(error))
                 continue
             log.info("peer %s: chunks come over %s", peer.at, transport.name)
+            self._troubles.pop(peer, None)
             return link
         ours = ", ".join(transport.name for transport in self._transports)
         theirs = ", ".join(offers) or "nothing"
         why = "; ".join(reasons) or f"it offers {theirs}, and this engine has {ours}"
-        raise PeerError(str(peer.at), f"chunks cannot be moved: {why}")
+        reason = f"chunks cannot be moved: {why}"
+        before = self._troubles.get(peer)
+        seconds = RETRY_SECONDS_MIN if before is None else before.again_seconds
+        until, again = self._clock.now() + seconds, min(2 * seconds, RETRY_SECONDS_MAX)
+        self._troubles[peer] = _Trouble(reason, until, again)
+        raise PeerError(str(peer.at), reason)
+
+    def _require_untroubled(self, peer: Peer) -> None:
+        trouble, now = self._troubles.get(peer), self._clock.now()
+        if trouble is not None and now < trouble.until:
+            left = f"tried again in {trouble.until - now:.1f} seconds"
+            raise PeerError(str(peer.at), f"{trouble.reason}; {left}")
 
 
 def _failed(opening: asyncio.Task[Link]) -> bool:

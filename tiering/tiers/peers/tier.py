@@ -97,7 +97,7 @@ class PeersTier(PeerTier):
         # Those that are open, also for these two.
         self._opened: list[Transport] = []
         self._serving = Serving(self._opened)
-        self._links = Links(self._opened)
+        self._links = Links(self._opened, clock)
         self._control: ControlPlane | None = None
         self._stack = AsyncExitStack()
 
