@@ -215,7 +215,10 @@ async def test_as_many_are_dialled_as_may_be_and_the_idle_make_room() -> None:
             with pytest.raises(PeerError, match="1 peers are in use already"):
                 await asks.peer(one.address)
             shelf.answer(*shelf.waiting[0])
-            await fetch
+        with pytest.raises(PeerError, match="1 peers are in use already"):
+            await asks.peer(one.address)  # while it reads what it has fetched
+        second.done(fetch.result().of, True)
+        await asks.peer(one.address)
 
 
 # Whoever is gone

@@ -173,6 +173,11 @@ class Peer(_End):
         self._turns = asyncio.Semaphore(session.patience.rounds_max)
         self._reading: set[Round] = set()
 
+    @property
+    def is_idle(self) -> bool:
+        # Rows are read when nothing is asked any more.
+        return super().is_idle and not self._reading
+
     async def opened(self) -> None:
         """Returns once the session is open."""
         await asyncio.shield(self._opened)
