@@ -1,9 +1,10 @@
 """A CUDA device without one: streams, events and copies that happen when a test says so.
 
 It keeps the real one's rules of order and no others: a stream's work in its order, that of two
-streams in any, sources and arrays of addresses read when a copy's turn comes. Memory is the
-process's own, at its own addresses; what is not given to `own` is not the device's to touch, and
-touching it is the fault that it is on a real one.
+streams in any, sources and arrays of addresses read when a copy's turn comes. Sources that are said
+to be final, which a real one may read at any time, must be the same from when they are given until
+then. Memory is the process's own, at its own addresses; what is not given to `own` is not the
+device's to touch, and touching it is the fault that it is on a real one.
 
 Nothing happens but in `run`, `run_all` and `step`, in the thread that calls them; or with
 `free_running` in a thread for each stream, at once. All else may be called from any thread.
@@ -277,7 +278,8 @@ class FakeCuda:
                 self._refuse_straddling(addresses, sizes)
             # By reference only, so that it shows when nobody keeps them until it happens.
             arrays = [weakref.ref(array) for array in (targets, sources, sizes)]
-            self._append(stream, _Work("copy", lambda: self._move(arrays)))
+            early = self._content(sources, sizes) if is_source_final else None
+            self._append(stream, _Work("copy", lambda: self._move(arrays, early)))
 
     @property
     def can_signal(self) -> bool:
@@ -362,12 +364,21 @@ class FakeCuda:
             if (inside & (ends > low + pinned_bytes)).any():
                 raise DeviceCallError("copy", INVALID_VALUE, "it lies in two registrations")
 
-    def _move(self, arrays: list[weakref.ref[Addresses]]) -> None:
+    def _content(self, sources: Addresses, sizes: Addresses) -> list[bytes]:
+        """What is there now; of what is not the device's, nothing."""
+        return [
+            ctypes.string_at(source, size) if self._is_owned(source, size) else b""
+            for source, size in zip(sources.tolist(), sizes.tolist(), strict=True)
+        ]
+
+    def _move(self, arrays: list[weakref.ref[Addresses]], early: list[bytes] | None) -> None:
         found = [array() for array in arrays]
         kept = [array for array in found if array is not None]
         if len(kept) < len(found):
             self.violations.append("the addresses of a copy were let go of before it happened")
             return
+        if early is not None and early != self._content(kept[1], kept[2]):
+            self.violations.append("a source that was said to be final was written to")
         for target, source, size in zip(*(array.tolist() for array in kept), strict=True):
             if not (self._is_owned(target, size) and self._is_owned(source, size)):
                 self._die(_Failure(ILLEGAL_ADDRESS, True))
