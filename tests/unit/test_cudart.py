@@ -168,6 +168,16 @@ def test_streams_events_and_memory() -> None:
     ]
 
 
+def test_stream_0_is_torchs_default_stream() -> None:
+    """With CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM=1 the bindings take 0 for the thread's own,
+    and a store would not wait for what the server computes."""
+    bindings, runtime = opened(Driver())
+    del bindings.said[:]
+    runtime.record(12, 0)
+    runtime.synchronize(0)
+    assert bindings.said == [("cudaEventRecord", 12, 1), ("cudaStreamSynchronize", 1)]
+
+
 def test_an_event_is_complete_or_not_or_fails() -> None:
     bindings, runtime = opened(Driver())
     assert runtime.is_complete(12)
@@ -387,6 +397,7 @@ def test_the_real_bindings_find_no_function_without_a_driver(no_driver: Any) -> 
 def test_handles_of_the_real_bindings_are_numbers(bindings: Any) -> None:
     assert int(bindings.cudaStream_t(11)) == 11
     assert int(bindings.cudaEvent_t(12)) == 12
+    assert int(bindings.cudaStreamLegacy) == cudart._LEGACY_STREAM
     assert bindings.cudaStreamNonBlocking == cudart._NON_BLOCKING
     assert bindings.cudaEventDisableTiming == cudart._NO_TIMING
     assert bindings.cudaHostRegisterPortable == cudart._PORTABLE

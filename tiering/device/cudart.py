@@ -19,6 +19,7 @@ from tiering_kernels.devicecalls import device_calls
 
 BINDINGS = "cuda.bindings.runtime"
 
+_LEGACY_STREAM = 1  # torch's default one; what 0 is to the bindings, the environment says
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _NO_TIMING = 2  # an event that is cheaper for it
 _PORTABLE = 1  # pinned for every context
@@ -92,7 +93,7 @@ class CudaRuntime:
         self._call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        self._call("cudaStreamSynchronize", stream)
+        self._call("cudaStreamSynchronize", stream or _LEGACY_STREAM)
 
     def create_event(self, is_timed: bool = False) -> int:
         return int(self._call("cudaEventCreateWithFlags", 0 if is_timed else _NO_TIMING))
@@ -101,7 +102,7 @@ class CudaRuntime:
         self._call("cudaEventDestroy", event)
 
     def record(self, event: int, stream: int) -> None:
-        self._call("cudaEventRecord", event, stream)
+        self._call("cudaEventRecord", event, stream or _LEGACY_STREAM)
 
     def is_complete(self, event: int) -> bool:
         (code,) = self._cuda.cudaEventQuery(event)
