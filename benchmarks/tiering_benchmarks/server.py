@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tiering.errors import TieringError
 from tiering_benchmarks.client import Client
@@ -50,6 +50,45 @@ class ServerFailed(TieringError):
     """The server did not come up; carries the end of its log."""
 
 
+class Leader(Protocol):
+    """A server's first process, which leads a session and a process group of its own. Its id stays
+    its own until it has been waited for."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def has_ended(self) -> bool: ...
+
+    def wait(self) -> int: ...
+
+
+Start = Callable[[Sequence[str], int, Path, Mapping[str, str]], Leader]
+"""Runs a command that is a Python program: with its output's descriptor, its folder and its whole
+environment."""
+
+
+class _Command(subprocess.Popen[bytes]):
+    def has_ended(self) -> bool:
+        """Without reaping it: its id stays taken."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended is not None
+
+
+def start_command(
+    command: Sequence[str], output: int, folder: Path, environment: Mapping[str, str]
+) -> Leader:
+    """As a shell would."""
+    return _Command(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 class VllmServer:
     """Serves `model`; a context manager, healthy on entry, gone with all its processes on exit.
 
@@ -57,8 +96,8 @@ class VllmServer:
     the size of the device's KV cache, which must hold `max_model_len` tokens and a block. `dtype`
     is that of weights and KV cache: a CPU without instructions for bfloat16 takes a hundred times
     as long over it as over float32. `log` gets all output, appended. `environment` and
-    `arguments` add to, or replace, what is set here. An object can be entered again after it was
-    stopped, as a restarted server.
+    `arguments` add to, or replace, what is set here. `start` runs the command. An object can be
+    entered again after it was stopped, as a restarted server.
     """
 
     def __init__(
@@ -76,12 +115,14 @@ class VllmServer:
         arguments: Sequence[str] = (),
         start_seconds: float = 300.0,
         stop_seconds: float = 60.0,
+        start: Start = start_command,
     ) -> None:
         self.log = log
+        self._start_leader = start
         self._environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Leader | None = None
         self._client: Client | None = None
         self._options = [
             f"--host={HOST}",
@@ -139,14 +180,8 @@ class VllmServer:
         port = _free_port()
         command = [*self._command, f"--port={port}", *self._options, *self._arguments]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.log.parent,
-                env=self._environment,
-                start_new_session=True,
+            self._process = self._start_leader(
+                command, log.fileno(), self.log.parent, self._environment
             )
         try:
             client = Client(HOST, port, MODEL_NAME)
@@ -205,7 +240,7 @@ class VllmServer:
         with self.log.open(errors="replace") as lines:
             return next((line.strip() for line in lines if ERROR_LINE.search(line)), "none")
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Leader:
         if self._process is None:
             raise ServerFailed("the server is not running")
         return self._process
@@ -213,11 +248,11 @@ class VllmServer:
     def _wait_until_healthy(self, client: Client) -> None:
         process = self._running()
         healthy = _holds_within(
-            self._start_seconds, lambda: _has_ended(process.pid) or client.is_healthy()
+            self._start_seconds, lambda: process.has_ended() or client.is_healthy()
         )
         if not healthy:
             reason = f"is not healthy after {self._start_seconds:g} s"
-        elif _has_ended(process.pid):
+        elif process.has_ended():
             reason = "ended while starting"
         else:
             return
@@ -250,12 +285,6 @@ def _is_resource_tracker(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return b"multiprocessing.resource_tracker" in command
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended, without reaping it: its id stays taken."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return ended is not None
 
 
 def _holds_within(seconds: float, condition: Callable[[], bool]) -> bool:

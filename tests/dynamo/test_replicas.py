@@ -21,6 +21,7 @@ from selection import NOTHING, PATIENCE_SECONDS, Reach, Reaches, running_router
 from tiering_benchmarks.client import Client
 from tiering_benchmarks.models import make_model
 from tiering_benchmarks.server import VllmServer
+from warm import fork_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -91,6 +92,7 @@ async def test_two_replicas_are_two_ranks_of_a_worker(tmp_path: Path) -> None:
             "--data-parallel-size=2",
             f"--kv-events-config={json.dumps({**events, 'enable_kv_cache_events': True})}",
         ],
+        start=fork_server,
     )
     prompts = [random_prompt(("replica", i), CACHED + 8) for i in range(6)]
     with server:

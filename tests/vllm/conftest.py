@@ -14,6 +14,7 @@ import pytest
 
 from tiering_benchmarks.models import make_adapter, make_draft, make_model
 from tiering_benchmarks.server import VllmServer
+from warm import fork_server
 
 ServerFactory = Callable[..., VllmServer]
 
@@ -75,12 +76,14 @@ def draft_model(models: Path) -> Path:
 def make_server(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerFactory]:
-    """Makes servers of the tiny model, not yet started; takes VllmServer's keywords. Whatever
-    of them still runs at the end of the module is stopped."""
+    """Makes servers of the tiny model, not yet started; takes VllmServer's keywords, but that they
+    are forked from a warm process. Whatever of them still runs at the end of the module is
+    stopped."""
     servers: list[VllmServer] = []
 
     def make(**options: Any) -> VllmServer:
-        server = VllmServer(tiny_model, tmp_path_factory.mktemp("server") / "vllm.log", **options)
+        log = tmp_path_factory.mktemp("server") / "vllm.log"
+        server = VllmServer(tiny_model, log, **{"start": fork_server, **options})
         servers.append(server)
         return server
 

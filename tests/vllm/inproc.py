@@ -1,6 +1,6 @@
 """vLLM's engine in a process of its own, driven by a test one call at a time.
 
-Two halves. `EngineProcess` is the test's: it starts this file as a program, sends it a line of
+Two halves. `EngineProcess` is the test's: it has this file run as a program, sends it a line of
 JSON for each call and waits, with a deadline, for the line that answers. `Calls` is the other
 end: vLLM's offline engine with everything in one process, so a call can look into the connector
 and make its copier fail. Only the child imports vLLM.
@@ -20,10 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.server import ENVIRONMENT
+from warm import Forked, fork
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -74,22 +75,20 @@ class EngineProcess:
     """What runs the other half."""
 
     def __init__(self, log: Path, *, within: Sequence[str] = (), **options: Any) -> None:
-        """`within` is the command that runs it, such as one that enters a namespace."""
+        """`within` is the command that runs it, such as one that enters a namespace; without one
+        it is forked from a warm process."""
         self._within = within
         self._log = log
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._questions: IO[bytes]
+        self._answers: IO[bytes]
 
     def __enter__(self) -> Self:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self._within, sys.executable, self.PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self._log.parent,
-                env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            )
+        (stdin, questions), (answers, stdout) = os.pipe(), os.pipe()
+        self._questions, self._answers = os.fdopen(questions, "wb"), os.fdopen(answers, "rb")
+        with self._log.open("ab") as log, os.fdopen(stdin), os.fdopen(stdout, "wb"):
+            self._process = self._started(stdin, stdout, log.fileno())
         try:
             if self._options:
                 self.call("start", **self._options)
@@ -98,17 +97,27 @@ class EngineProcess:
             raise
         return self
 
+    def _started(self, stdin: int, stdout: int, stderr: int) -> subprocess.Popen[bytes] | Forked:
+        folder = self._log.parent
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if not self._within:
+            return fork([self.PROGRAM], [stdin, stdout, stderr], folder, environment)
+        command = [*self._within, sys.executable, self.PROGRAM]
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env=environment
+        )
+
     def __exit__(self, *_: object) -> None:
         self.kill()
 
     def kill(self) -> None:
         """End it at once: nothing may depend on more."""
         process, self._process = self._process, None
-        if process is not None and process.stdin is not None and process.stdout is not None:
+        if process is not None:
             process.kill()
             process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            self._questions.close()
+            self._answers.close()
 
     def signal(self, number: int) -> None:
         if self._process is not None:
@@ -118,14 +127,13 @@ class EngineProcess:
         """`Calls.<name>(**arguments)` in the child; EngineFailed if it raised, ended or hung, for
         longer than the `seconds` that it was told to take."""
         patience = CALL_SECONDS + 4 * arguments.get("seconds", 0)
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
+        if self._process is None:
             raise EngineFailed("the engine is not running")
-        process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
-        process.stdin.flush()
-        if not select.select([process.stdout], [], [], patience)[0]:
+        self._questions.write(json.dumps([name, arguments]).encode() + b"\n")
+        self._questions.flush()
+        if not select.select([self._answers], [], [], patience)[0]:
             raise EngineFailed(f"{name}: no answer within {patience:g} s; {self.log_tail()}")
-        line = process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise EngineFailed(f"{name}: the engine ended; {self.log_tail()}")
         reply = json.loads(line)

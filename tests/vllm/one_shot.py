@@ -1,23 +1,24 @@
 """A vLLM engine that answers a list of questions and is gone; it can be made to forget.
 
-Two halves. `ask_engine` is the test's: it starts this file as a program and waits for it. The other
-end is vLLM's offline engine with everything in one process, and no connector, so that a question
-can make it lose a block of its own device cache: what a model is good for in tests.
+Two halves. `ask_engine` is the test's: it has this file run as a program and waits for that. The
+other end is vLLM's offline engine with everything in one process, and no connector, so that a
+question can make it lose a block of its own device cache: what a model is good for in tests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from prompts import BLOCK
 from tiering_benchmarks.server import ENVIRONMENT
+from warm import fork
 
 RUN_SECONDS = 300.0
 TOKENS_MAX = 4096
@@ -60,19 +61,19 @@ class Told:
 def ask_engine(log: Path, questions: Sequence[Question], **options: Any) -> Told:
     """One after the other, of an engine of their own; `options` go to `vllm.LLM` as they are."""
     asked = {"questions": [asdict(question) for question in questions], "options": options}
-    with log.open("ab") as stderr:
-        ended = subprocess.run(
-            [sys.executable, __file__],
-            input=json.dumps(asked).encode(),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            cwd=log.parent,
-            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            timeout=RUN_SECONDS,
-            check=False,
-        )
-    assert ended.returncode == 0, f"{log} ends with\n{log.read_text(errors='replace')[-6000:]}"
-    told = json.loads(ended.stdout)
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, log.open("ab") as stderr:
+        stdin.write(json.dumps(asked).encode())
+        stdin.seek(0)
+        descriptors = [file.fileno() for file in (stdin, stdout, stderr)]
+        engine = fork([__file__], descriptors, log.parent, environment)
+        if not engine.ends_within(RUN_SECONDS):
+            engine.kill()
+        ended = engine.wait()
+        stdout.seek(0)
+        replied = stdout.read()
+    assert ended == 0, f"{log} ends with\n{log.read_text(errors='replace')[-6000:]}"
+    told = json.loads(replied)
     return Told(**{**told, "replies": [Reply(**reply) for reply in told["replies"]]})
 
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tiering_benchmarks import serve_run
 from tiering_benchmarks.cli import main
 from tiering_benchmarks.models import SIZES
 from tiering_benchmarks.serve_load import PREFIX_TOKENS, prefix_load
-from tiering_benchmarks.serve_run import Setup
 from tiering_benchmarks.serve_sides import NONE, SIDES, Memory
+from tiering_benchmarks.server import VllmServer
+from warm import fork_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
-def _worker_in_the_engines_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third less to start, four times over; where a worker runs is nothing to the benchmark."""
+def _servers_start_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How they are started, and where a worker runs, is nothing to the benchmark."""
+    monkeypatch.setattr(serve_run, "VllmServer", partial(VllmServer, start=fork_server))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -31,7 +35,7 @@ def left_in_shared_memory() -> list[Path]:
 def test_both_connectors_bring_prefixes_back(tiny_model: Path, tmp_path: Path) -> None:
     load = prefix_load(8, 1)
     memory = Memory.of(load, SIZES["tiny"].kv_bytes_per_token)
-    setup = Setup(tiny_model, load, memory, tmp_path)
+    setup = serve_run.Setup(tiny_model, load, memory, tmp_path)
     none, ours, theirs = (setup.run(SIDES[name]) for name in (NONE, "tiered-fs", "vllm-fs"))
     assert none.share(is_device=False) == 0
     for run in (none, ours, theirs):

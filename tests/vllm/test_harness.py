@@ -11,7 +11,14 @@ import pytest
 
 from tiering_benchmarks.client import RequestFailed
 from tiering_benchmarks.models import VOCABULARY
-from tiering_benchmarks.server import ServerFailed, VllmServer, group_members
+from tiering_benchmarks.server import (
+    ServerFailed,
+    Start,
+    VllmServer,
+    group_members,
+    start_command,
+)
+from warm import fork_server
 
 if TYPE_CHECKING:
     from .conftest import ServerFactory
@@ -32,9 +39,15 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
     return {path for link in links if (path := link.readlink()).is_relative_to("/dev/shm")}
 
 
+@pytest.fixture(scope="module", params=[start_command, fork_server], ids=["started", "forked"])
+def start(request: pytest.FixtureRequest) -> Start:
+    found: Start = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def one(make_server: ServerFactory) -> VllmServer:
-    return make_server(block_size=BLOCK)
+def one(make_server: ServerFactory, start: Start) -> VllmServer:
+    return make_server(block_size=BLOCK, start=start)
 
 
 @pytest.fixture
@@ -121,8 +134,10 @@ def test_kill_leaves_no_process(server: VllmServer) -> None:
     assert not client.is_healthy()
 
 
-def test_a_server_that_cannot_start_shows_the_cause(make_server: ServerFactory) -> None:
-    server = make_server(max_model_len=4096, device_bytes=1 << 20)
+def test_a_server_that_cannot_start_shows_the_cause(
+    make_server: ServerFactory, start: Start
+) -> None:
+    server = make_server(max_model_len=4096, device_bytes=1 << 20, start=start)
     with pytest.raises(ServerFailed, match=r"first error is: .*larger than the available KV cache"):
         server.start()
     assert "stopped" in repr(server)

@@ -1,5 +1,6 @@
 """`vllm serve` with the connector: a prompt comes back from host memory, and after a restart from
-disk, with the same answer; the server's own metrics say from where."""
+disk, with the same answer; the server's own metrics say from where. Each of its processes is a new
+interpreter, as it is for a user, and as it is not in the other tests."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from prompts import BLOCK, random_prompt
 from tiering_benchmarks.client import Client, Completion
 from tiering_benchmarks.demo import connector_config, wait_at_rest
+from tiering_benchmarks.server import start_command
 
 if TYPE_CHECKING:
     from .conftest import ServerFactory
@@ -36,7 +38,9 @@ def test_device_host_and_disk_give_the_same_answer(
     prompt = random_prompt("served", CACHED + 8)
     nothing = {"device": 0, "host": 0, "p2p": 0, "disk": 0, "external_unspecified": 0}
     server = make_server(
-        connector=connector_config(tmp_path, 64 << 20, BLOCKS_PER_CHUNK), block_size=BLOCK
+        connector=connector_config(tmp_path, 64 << 20, BLOCKS_PER_CHUNK),
+        block_size=BLOCK,
+        start=start_command,
     )
     with server:
         client = server.client
