@@ -71,8 +71,16 @@ def fork_instead_of_spawning() -> None:
         return anew("fork" if method == "spawn" else method)
 
     multiprocessing.get_context = get_context  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=_as_an_interpreter_starts)
+
+
+def _as_an_interpreter_starts() -> None:
+    from prometheus_client import values
+
     # Or the loop of whoever forks would be told of the signals that the forked process gets.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.set_wakeup_fd(-1)
+    # Whether there are several front ends is asked of the environment when this is imported.
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -83,10 +91,12 @@ def main() -> None:
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         asked = serve(control)
-    if asked is not None:
-        become(*asked)
-        fork_instead_of_spawning()
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    if asked is None:
+        # Without the interpreter's own end, which takes seconds and says what leaked.
+        os._exit(0)
+    become(*asked)
+    fork_instead_of_spawning()
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
