@@ -12,6 +12,10 @@ TORCH := torch==2.13.0+cpu
 # The router that tests read KV events with, 230 MB: the extra `dynamo`.
 DYNAMO := $(shell sed -n 's/^dynamo = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 
+# The transport for RDMA, 130 MB, which tests use over TCP. The oldest that the extra `nixl` allows: newer
+# ones are twice as large. Without its dependencies, which are other builds of it and torch.
+NIXL := $(shell sed -n 's/^nixl = \["nixl>=\(.*\),.*"\]$$/\1/p' pyproject.toml)
+
 # `make serve`: the server, what it serves, and with how much memory over which folder.
 VLLM ?= $(BIN)/vllm
 MODEL ?=
@@ -117,4 +121,7 @@ $(READY): pyproject.toml hatch_build.py benchmarks/tiering_benchmarks/mend_vllm_
 	@echo "installing $(DYNAMO)"
 	@$(BIN)/pip install --quiet --no-deps "$(DYNAMO)" 2>$(VENV)/dynamo.log || \
 		echo "not for this platform, see $(VENV)/dynamo.log: tests/dynamo will be skipped"
+	@echo "installing nixl==$(NIXL)"
+	@$(BIN)/pip install --quiet --no-deps "nixl==$(NIXL)" "nixl-cu12==$(NIXL)" 2>$(VENV)/nixl.log || \
+		echo "not for this platform, see $(VENV)/nixl.log: tests of NIXL will be skipped"
 	touch $@
