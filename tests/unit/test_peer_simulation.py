@@ -14,7 +14,6 @@ import pytest
 
 from tiering.peers import auth, session
 from tiering.peers.auth import Seals
-from tiering.peers.calls import Peer
 from tiering.peers.rounds import Asked, Round
 from tiering.peers.session import Event, Session
 from tiering.residency.holds import Holds
@@ -166,7 +165,7 @@ def tokens_outlive_their_sessions(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_fetch_is_not_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Peer, "done", lambda self, of, success: None)
+    patch.setattr(Session, "done", lambda self, of, success, now: None)
 
 
 def seals_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
