@@ -143,10 +143,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--bytes", args.bytes, "is no size", "write one such as 64MiB")
     if args.repeats < 1:
         raise ConfigError("--repeats", args.repeats, "measures nothing", "use 1 or more")
-    names = [name for name in SIDES if why_not(name) is None]
+    wanted = list(dict.fromkeys(args.sides.split(","))) if args.sides else list(SIDES)
+    for name in wanted:
+        if name not in SIDES:
+            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
+    names = [name for name in wanted if why_not(name) is None]
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, ", end="")
     print(f"kernel {platform.release()}, Python {platform.python_version()}")
-    for name in SIDES:
+    for name in wanted:
         if (why := why_not(name)) is not None:
             print(f"{name} is not measured: {why}")
     try:

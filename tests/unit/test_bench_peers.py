@@ -27,6 +27,14 @@ def test_it_measures_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "a lookup of 1000 keys" in told
 
 
+@pytest.mark.slow
+def test_it_measures_the_sides_that_are_named(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    flags = ["--sizes", "64KiB", "--bytes", "1MiB", "--repeats", "1", "--json", str(figures)]
+    assert main(["tiers", "--tier", "p2p", "--sides", "shm,memcpy", *flags]) == 0
+    assert list(json.loads(figures.read_text())["speeds"]["65536"]) == [SHM, MEMCPY]
+
+
 def test_ratios_are_taken_repeat_by_repeat_and_aims_by_their_medians() -> None:
     found = {BARE: [1.0, 2.0, 4.0], TCP: [0.5, 2.0, 3.0], MEMCPY: [10.0] * 3, SHM: [6.0] * 3}
     assert peers.ratios(found) == {TCP: [0.5, 1.0, 0.75], SHM: [0.6] * 3}
@@ -51,6 +59,7 @@ def test_a_row_that_is_not_there_is_an_error_and_not_a_fast_one() -> None:
         (["--sizes", "1000"], "--sizes = '1000': is no size of whole pages"),
         (["--bytes", "much"], "--bytes = 'much': is no size"),
         (["--repeats", "0"], "--repeats = 0: measures nothing"),
+        (["--sides", "tcp,udp"], "--sides = 'udp': is no side; write some of bare tcp, tcp, nixl"),
     ],
 )
 def test_what_measures_nothing_is_refused(

@@ -235,6 +235,13 @@ class TransportContract(ABC):
                 writer.join()
             assert set(seen) == {Moved.HIT, Moved.STALE}
 
+    def test_a_process_that_has_served_ends_well(self) -> None:
+        """What a transport has loaded does not bring the interpreter down at its exit."""
+        with Producer(self.maker, 4, MIB) as producer:
+            assert producer.process.stdin is not None
+            producer.process.stdin.close()
+            assert producer.process.wait(60) == 0
+
     # Peers that are gone, stopped, or do not know us
 
     async def test_a_peer_that_is_killed_costs_its_rows_and_no_wrong_byte(self) -> None:

@@ -395,9 +395,9 @@ class _GivenUp(Exception):
 def _new_agent(name: str, backends: list[str], num_threads: int) -> Any:
     """Blocks for a second or two. ConfigError where NIXL cannot be had."""
     if not has_infiniband():
-        # Without such a device UCX's module for it has nothing to do, and crashes the interpreter
-        # at its exit. UCX reads this when it is loaded.
-        os.environ.setdefault("UCX_MODULES", "^ib")
+        # Without such a device UCX's modules for it have nothing to do, and a library of theirs
+        # crashes the interpreter at its exit. UCX reads this when it is loaded.
+        os.environ.setdefault("UCX_MODULES", "^ib,rdmacm")
     try:
         api = import_module("nixl._api")
     except ImportError as error:
