@@ -86,6 +86,7 @@ async def test_a_link_that_is_given_up_twice_costs_nobody_the_next_one() -> None
         assert len(links) == 0
 
 
+@pytest.mark.slow
 async def test_where_there_is_no_link_none_is_tried_for_a_while_that_doubles() -> None:
     clock = ManualClock()
     async with mute(clock) as (links, peer):

@@ -140,6 +140,7 @@ def test_silence_ends_it_and_so_does_another_thread(
     space.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_row_that_trickles_in_comes_whole(
     stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
