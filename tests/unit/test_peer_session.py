@@ -238,6 +238,23 @@ def test_a_question_may_have_a_patience_of_its_own() -> None:
     assert pair.serves.is_idle
 
 
+def test_an_abort_that_is_lost_is_said_again() -> None:
+    pair = Pair().opened()
+    of = pair.asks.fetch("r", keys(1), pair.now, seconds_max=30.0)
+    assert of is not None
+    pair.settle()
+    pair.asks.abort(of, pair.now)
+    assert pair.asks.take(), "and lost"
+    for _ in range(9):
+        pair.wait(1.0)
+        pair.settle()
+    assert pair.serves.served.question(of) is not None
+    pair.wait(1.0)
+    pair.settle()
+    assert pair.serves.is_idle
+    assert pair.asks.is_idle
+
+
 def test_what_a_peer_forgets_to_let_go_is_let_go() -> None:
     pair = Pair().opened()
     of = pinned(pair)

@@ -98,6 +98,10 @@ class Asked:
     def overdue(self, now: float) -> list[tuple[Round, Waits]]:
         return [(of, each.waits) for of, each in self._open.items() if now >= each.give_up_at]
 
+    def wait_on(self, of: Round, give_up_at: float) -> None:
+        """REQUIRES: `of` is open."""
+        self._open[of].give_up_at = give_up_at
+
     def forget(self, of: Round) -> None:
         self._open.pop(of, None)
 

@@ -318,7 +318,9 @@ class Session:
         events: list[Event] = []
         for of, waits in self.asked.overdue(now):
             if waits is Waits.FOR_RELEASE:
-                self.asked.forget(of)
+                # The abort was lost, or its answer: what waits there would wait for ever.
+                self.asked.wait_on(of, now + patience.answer_seconds_max)
+                self._say(Abort(*of), now)
                 continue
             events.append(Unanswered(of, "no answer in time"))
             self.abort(of, now)
