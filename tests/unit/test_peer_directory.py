@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from tiering.peers.addresses import Address
-from tiering.peers.directory import (
-    REFUSED_SECONDS,
-    RETRY_SECONDS_MAX,
-    RETRY_SECONDS_MIN,
-    Directory,
-)
+from tiering.peers.directory import REFUSED_SECONDS, Directory
 from tiering.peers.messages import Ending
+from tiering.peers.troubles import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 
 HERE = Address("10.0.0.1", 5710)
 SIBLINGS = [Address("10.0.0.1", 5711 + rank) for rank in range(7)]

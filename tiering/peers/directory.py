@@ -9,16 +9,13 @@ and they are given little time to say a word (`hurry`). Sans-IO, one owner.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tiering.peers.addresses import Address
 from tiering.peers.messages import Ending
+from tiering.peers.troubles import Troubles
 
-RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 30.0
 REFUSED_SECONDS = 60.0
-_REMEMBERED_MAX = 4096
 
 
 class Dialled(Protocol):
@@ -38,22 +35,13 @@ class Dialled(Protocol):
 Of = TypeVar("Of", bound=Dialled)
 
 
-@dataclass(slots=True)
-class _Trouble:
-    """Why an address is left alone, until when, and for how long at the next trouble."""
-
-    reason: str
-    until: float
-    again_seconds: float
-
-
 class Directory(Generic[Of]):
     """`peers_max` sessions at a time. The caller makes them and ends them."""
 
     def __init__(self, peers_max: int) -> None:
         self.peers_max = peers_max
         self._sessions: dict[Address, Of] = {}
-        self._troubles: dict[Address, _Trouble] = {}
+        self._troubles: Troubles[Address] = Troubles()
         self._suspects: dict[Address, float] = {}
 
     def __len__(self) -> int:
@@ -72,10 +60,7 @@ class Directory(Generic[Of]):
             if session is not None and not session.heard_since(since):
                 return "another engine of its host has fallen silent, and nothing was heard of it"
             del self._suspects[at]
-        trouble = self._troubles.get(at)
-        if trouble is None or now >= trouble.until:
-            return None
-        return f"{trouble.reason}; tried again in {trouble.until - now:.1f} seconds"
+        return self._troubles.why_not(at, now)
 
     def room(self) -> tuple[Address, Of] | bool:
         """Whether one more may be dialled: True, False, or the session that is to be ended for it,
@@ -96,7 +81,7 @@ class Directory(Generic[Of]):
 
     def opened(self, at: Address) -> None:
         """The peer at `at` has been heard of: past troubles are forgotten."""
-        self._troubles.pop(at, None)
+        self._troubles.forget(at)
         self._suspects.pop(at, None)
 
     def ended(
@@ -116,14 +101,8 @@ class Directory(Generic[Of]):
         self._suspects.pop(at, None)
         if ending in ("closing", "unknown"):
             return []  # it stops, or has started anew: dial it again whenever it is wanted
-        before = self._troubles.pop(at, None)
-        seconds = RETRY_SECONDS_MIN if before is None else before.again_seconds
-        if ending in ("refused", "malformed"):
-            seconds = REFUSED_SECONDS
-        again = min(2 * seconds, RETRY_SECONDS_MAX)
-        self._troubles[at] = _Trouble(reason, now + seconds, again)
-        while len(self._troubles) > _REMEMBERED_MAX:
-            del self._troubles[next(iter(self._troubles))]
+        seconds = REFUSED_SECONDS if ending in ("refused", "malformed") else None
+        self._troubles.add(at, reason, now, seconds)
         return self._suspect(at, now) if ending == "failed" and not is_told else []
 
     def _suspect(self, at: Address, now: float) -> list[Of]:

@@ -11,24 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tiering.clock import Clock, MonotonicClock
 from tiering.errors import PeerError
 from tiering.peers.calls import Peer
-from tiering.peers.directory import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from tiering.peers.transports.base import Link, Transport
+from tiering.peers.troubles import Troubles
 
 log = logging.getLogger("tiering")
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """Why there is no link to a peer, until when none is tried, and for how long after that."""
-
-    reason: str
-    until: float
-    again_seconds: float
 
 
 class Links:
@@ -38,7 +28,7 @@ class Links:
         self._transports = transports
         self._clock = clock or MonotonicClock()
         self._links: dict[Peer, asyncio.Task[Link]] = {}
-        self._troubles: dict[Peer, _Trouble] = {}
+        self._troubles: Troubles[Peer] = Troubles()
 
     def __len__(self) -> int:
         return len(self._links)
@@ -48,7 +38,8 @@ class Links:
         await self.tidy()
         opening = self._links.get(peer)
         if opening is None or (opening.done() and _failed(opening)):
-            self._require_untroubled(peer)
+            if (why := self._troubles.why_not(peer, self._clock.now())) is not None:
+                raise PeerError(str(peer.at), why)
             opening = asyncio.get_running_loop().create_task(self._connect(peer))
             self._links[peer] = opening
         await asyncio.wait([opening])
@@ -82,7 +73,7 @@ class Links:
             return  # somebody else has
         opening.cancel()
         await asyncio.wait([opening])
-        self._troubles.pop(peer, None)
+        self._troubles.forget(peer)
         if not _failed(opening):
             await opening.result().close()
 
@@ -98,23 +89,14 @@ class Links:
                 reasons.append(str(error))
                 continue
             log.info("peer %s: chunks come over %s", peer.at, transport.name)
-            self._troubles.pop(peer, None)
+            self._troubles.forget(peer)
             return link
         ours = ", ".join(transport.name for transport in self._transports)
         theirs = ", ".join(offers) or "nothing"
         why = "; ".join(reasons) or f"it offers {theirs}, and this engine has {ours}"
         reason = f"chunks cannot be moved: {why}"
-        before = self._troubles.get(peer)
-        seconds = RETRY_SECONDS_MIN if before is None else before.again_seconds
-        until, again = self._clock.now() + seconds, min(2 * seconds, RETRY_SECONDS_MAX)
-        self._troubles[peer] = _Trouble(reason, until, again)
+        self._troubles.add(peer, reason, self._clock.now())
         raise PeerError(str(peer.at), reason)
-
-    def _require_untroubled(self, peer: Peer) -> None:
-        trouble, now = self._troubles.get(peer), self._clock.now()
-        if trouble is not None and now < trouble.until:
-            left = f"tried again in {trouble.until - now:.1f} seconds"
-            raise PeerError(str(peer.at), f"{trouble.reason}; {left}")
 
 
 def _failed(opening: asyncio.Task[Link]) -> bool:
