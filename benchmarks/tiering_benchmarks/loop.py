@@ -35,6 +35,7 @@ from tiering.tiers.host import Region, region_name
 from tiering.wiring import build_tiers
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.control import Spread
+from tiering_benchmarks.naming import named_sides
 from tiering_benchmarks.objects import rclone
 from tiering_benchmarks.serve_run import cpu_seconds
 from tiering_benchmarks.tiers import own_directory
@@ -333,10 +334,7 @@ def _run(args: argparse.Namespace) -> int:
     sizes = Sizes(chunk_bytes=chunk_bytes, **{name: getattr(args, name) for name in given})
     if args.quick:
         sizes = QUICK
-    sides = list(dict.fromkeys(args.sides.split(",")))
-    for side in sides:
-        if side not in LOOPS:
-            raise ConfigError("--sides", side, "is no side", f"write some of {', '.join(LOOPS)}")
+    sides = named_sides(args.sides, LOOPS)
     plan = sizes.plan
     with ExitStack() as stack:
         parent = Path(args.dir or os.getcwd())

@@ -27,6 +27,7 @@ import orjson
 from tiering.errors import ConfigError
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.control import shown
+from tiering_benchmarks.naming import named_sides
 from tiering_benchmarks.objects_sides import (
     BOTO3,
     OBSTORE,
@@ -149,10 +150,7 @@ def given_bucket(endpoint: str, name: str, region: str) -> Bucket:
 
 def run(args: argparse.Namespace, directory: Path) -> int:
     """Measure, and print what came of it. `directory` is for the server that is started."""
-    names = list(SIDES) if args.sides is None else args.sides.split(",")
-    for name in names:
-        if name not in SIDES:
-            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
+    names = named_sides(args.sides, SIDES)
     planned = _planned(args)
     repeats = args.repeats
     missing: dict[str, str] = {}

@@ -23,6 +23,7 @@ import orjson
 from tiering.errors import ConfigError
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.control import Spread
+from tiering_benchmarks.naming import named_sides
 from tiering_benchmarks.peers_sides import (
     AGAINST,
     SHM,
@@ -143,10 +144,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--bytes", args.bytes, "is no size", "write one such as 64MiB")
     if args.repeats < 1:
         raise ConfigError("--repeats", args.repeats, "measures nothing", "use 1 or more")
-    wanted = list(dict.fromkeys(args.sides.split(","))) if args.sides else list(SIDES)
-    for name in wanted:
-        if name not in SIDES:
-            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
+    wanted = named_sides(args.sides or None, SIDES)
     names = [name for name in wanted if why_not(name) is None]
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, ", end="")
     print(f"kernel {platform.release()}, Python {platform.python_version()}")

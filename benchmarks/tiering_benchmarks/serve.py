@@ -22,6 +22,7 @@ import orjson
 from tiering.errors import ConfigError
 from tiering_benchmarks import serve_report as report
 from tiering_benchmarks.models import SIZES, make_model
+from tiering_benchmarks.naming import named_sides
 from tiering_benchmarks.serve_load import (
     PREFIX,
     REQUESTS,
@@ -69,11 +70,7 @@ def _checked(args: argparse.Namespace) -> list[Side]:
             f"is not asked by {args.workload}",
             "leave it out, or give --workload trace",
         )
-    names = list(dict.fromkeys(args.sides.split(",")))
-    for name in names:
-        if name not in SIDES:
-            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
-    return [SIDES[name] for name in names]
+    return [SIDES[name] for name in named_sides(args.sides, SIDES)]
 
 
 def _run(args: argparse.Namespace) -> int:

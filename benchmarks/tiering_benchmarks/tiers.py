@@ -25,6 +25,7 @@ import orjson
 from tiering.errors import ConfigError
 from tiering_benchmarks import objects, peers
 from tiering_benchmarks import tiers_report as report
+from tiering_benchmarks.naming import named_sides
 from tiering_benchmarks.tiers_report import Sized
 from tiering_benchmarks.tiers_run import (
     Plan,
@@ -154,14 +155,6 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     return plans
 
 
-def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in SIDES:
-            raise ConfigError("--sides", name, "is no side", f"write some of {', '.join(SIDES)}")
-    return names
-
-
 def _run(args: argparse.Namespace) -> int:
     if args.tier == "obj":
         with own_directory(Path(args.dir or os.getcwd()), 0) as directory:
@@ -177,8 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_disks(args: argparse.Namespace) -> int:
     args.sizes, args.bytes = args.sizes or SIZES, args.bytes or BYTES
-    args.sides = args.sides or ",".join(SIDES)
-    plans, names = _plans(args), _names(args.sides)
+    plans, names = _plans(args), named_sides(args.sides or None, SIDES)
     need_bytes = max(needed_bytes(plan, names) for plan in plans)
     with own_directory(Path(args.dir or os.getcwd()), need_bytes) as directory:
         machine = report.machine(directory)
