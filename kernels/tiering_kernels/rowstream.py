@@ -6,7 +6,8 @@ whether the slot still had its generation when the last byte had left, and XXH3-
 sent, low half first. All is little-endian. A slot's generation is raised before another chunk is
 written to its row, so what was sent is right if it was the same before and after. The socket
 blocks, and has the deadlines SO_RCVTIMEO and SO_SNDTIMEO: a call that moves nothing for so long has
-failed. Another thread may `shutdown` it, which ends the call. Owns nothing.
+failed. Another thread may `shutdown` it, which ends the call. While rows are received its
+SO_RCVLOWAT may be another, and is 1 afterwards. Owns nothing.
 """
 
 from __future__ import annotations

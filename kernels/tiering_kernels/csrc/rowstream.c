@@ -17,6 +17,7 @@
 
 /* Moved at once, and then checksummed while it is still in the processor's cache. */
 #define PIECE_BYTES (256 << 10)
+/* So many are waited for, unless fewer are left: measured, `tiering-bench tiers --tier p2p`. */
 #define WAKE_BYTES (128 << 10)
 
 #define STALE 0
@@ -150,7 +151,8 @@ EXPORTED int64_t kvt_send_rows(int fd, uint32_t count, const uint64_t *slots,
     return failed;
 }
 
-static int64_t receive_row(struct source *from, uint8_t *into, uint64_t row_bytes, void *hash, uint8_t *result)
+static int64_t receive_row(struct source *from, uint8_t *into, uint64_t row_bytes, void *hash,
+                           uint8_t *result)
 {
     uint64_t lead;
     int64_t failed = receive(from, &lead, sizeof lead);
