@@ -56,6 +56,18 @@ class Served:
         return found if self.ca_bundle is None else found | {"ca_bundle": str(self.ca_bundle)}
 
 
+def aws_chain_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Leave AWS's chain of credentials nothing but two files in `folder`, that of the
+    configuration and that of the credentials, of which neither is made."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    config, credentials = folder / "config", folder / "credentials"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    return config, credentials
+
+
 @contextmanager
 def rclone(directory: Path, tls: bool = False) -> Iterator[Served]:
     """`rclone serve s3`; its log and its certificate are in `directory`."""

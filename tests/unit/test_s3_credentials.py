@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from s3_servers import aws_chain_of_files
 from scripted_s3 import Fault, ScriptedS3
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError
@@ -34,12 +35,8 @@ def server() -> Iterator[ScriptedS3]:
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chain that has nothing but a configuration file, which is not there yet; the file."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    return tmp_path / "config"
+    config, _ = aws_chain_of_files(tmp_path, monkeypatch)
+    return config
 
 
 def program(aws: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from s3_servers import self_signed, server_context
+from s3_servers import aws_chain_of_files, self_signed, server_context
 from scripted_s3 import Asked, Fault, ScriptedS3, slow_down
 from tiering.config import BucketConfig
 from tiering.tiers.obj.credentials import Keys
@@ -276,13 +276,9 @@ async def test_given_credentials_are_not_renewed(server: ScriptedS3, store: S3St
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chain that has a file and nothing else; the file."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    write_keys(tmp_path / "credentials", "first")
-    return tmp_path / "credentials"
+    _, credentials = aws_chain_of_files(tmp_path, monkeypatch)
+    write_keys(credentials, "first")
+    return credentials
 
 
 def write_keys(path: Path, access_key: str) -> None:

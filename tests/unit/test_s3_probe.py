@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ports import free_port
-from s3_servers import Served, rclone, self_signed, server_context
+from s3_servers import Served, aws_chain_of_files, rclone, self_signed, server_context
 from scripted_s3 import Fault, ScriptedS3, slow_down
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError
@@ -225,11 +225,7 @@ async def test_a_store_that_asks_for_fewer_requests_can_be_used(
 async def test_no_credentials_at_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    aws_chain_of_files(tmp_path, monkeypatch)
     with ScriptedS3() as server:
         given = {"bucket": server.bucket, "endpoint_override": server.endpoint}
         error = await fails(caplog, given)
