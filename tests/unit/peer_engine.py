@@ -40,9 +40,9 @@ class Shelf:
         self.waiting: list[tuple[Guest, Round, Fetch]] = []
         self.told: list[tuple[Any, ...]] = []
 
-    def opened(self, guest: Guest) -> None:
+    def greeted(self, guest: Guest) -> None:
         self.guests.append(guest)
-        self.told.append(("opened",))
+        self.told.append(("greeted",))
 
     def wanted(self, guest: Guest, of: Round, question: Lookup | Fetch) -> None:
         if isinstance(question, Lookup):

@@ -53,7 +53,7 @@ async def test_what_is_looked_up_is_fetched_and_let_go(host: str) -> None:
         peer.done(fetched.of, True)
         peer.request_over("r")
         await until(lambda: len(shelf.told) == 3)
-        assert shelf.told == [("opened",), ("released", fetched.of, True), ("request over", "r")]
+        assert shelf.told == [("greeted",), ("released", fetched.of, True), ("request over", "r")]
         assert shelf.pinned == {}
         assert peer.token == shelf.guests[0].token
         assert peer.introduction.engine_id == introduction(1).engine_id
@@ -348,7 +348,7 @@ async def test_an_engine_that_knows_another_by_two_names_has_two_sessions() -> N
             for peer in peers:
                 assert await peer.lookup("r", keys(1)) == b"\1"
         assert [await asks.peer(name) for name in names] == peers
-        assert shelf.told == [("opened",)] * 2
+        assert shelf.told == [("greeted",)] * 2
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from peer_sessions import Pair
 from tiering.peers import auth
 from tiering.peers.auth import SharedKey
 from tiering.peers.messages import Connect, Disconnect, Heartbeat, decode, encode
-from tiering.peers.session import Opened, Over, Session, State
+from tiering.peers.session import Greeted, Opened, Over, Session, State
 
 NOBODYS = SharedKey()
 
@@ -29,7 +29,8 @@ def ends(pair: Pair) -> tuple[Over, Over]:
 @pytest.mark.parametrize("key", [KEY, NOBODYS])
 def test_two_who_fit_have_a_session(key: SharedKey) -> None:
     pair = Pair(keys=(key, key)).opened()
-    (asks,), (serves,) = pair.heard[pair.asks], pair.heard[pair.serves]
+    (asks,), (greeted, serves) = pair.heard[pair.asks], pair.heard[pair.serves]
+    assert isinstance(greeted, Greeted)
     assert isinstance(asks, Opened)
     assert isinstance(serves, Opened)
     assert (asks.peer.engine_id, serves.peer.engine_id) == (b"\2" * 16, b"\1" * 16)
@@ -48,9 +49,10 @@ def test_who_serves_believes_only_a_sealed_word() -> None:
     pair = Pair()
     pair.across(pair.asks)
     assert pair.serves.state is State.PROVING
-    assert pair.heard[pair.serves] == []
+    assert pair.heard[pair.serves] == [Greeted()]
     pair.across(pair.serves)
     assert pair.asks.state is State.OPEN
+    assert pair.asks.token == pair.serves.token, "the one may use it, so the other has to know it"
     pair.across(pair.asks)
     assert pair.serves.state is State.OPEN
 
@@ -144,7 +146,7 @@ def test_another_protocol_is_refused_by_whoever_hears_of_it(newest: int, oldest:
 def test_a_newer_protocol_that_understands_ours_is_no_obstacle() -> None:
     greeting = changed(one_of_each()[0], protocol=9, protocol_oldest=1, news=[1])
     serves = Session(introduction(2), KEY, "dialled", 0.0)
-    assert serves.received((greeting, auth.greeting_seal(KEY, greeting)), 0.0) == []
+    assert serves.received((greeting, auth.greeting_seal(KEY, greeting)), 0.0) == [Greeted()]
     assert serves.state is State.PROVING
 
 
@@ -167,7 +169,7 @@ def test_a_greeting_that_is_played_back_comes_to_nothing() -> None:
     (greeting,) = pair.asks.take()
     for _ in range(2):
         serves = Session(introduction(2), KEY, "dialled", 0.0)
-        assert serves.received(greeting, 0.0) == []
+        assert serves.received(greeting, 0.0) == [Greeted()]
         assert serves.state is State.PROVING
         (over,) = serves.received((encode(Heartbeat()), bytes(40)), 0.0)
         assert over == Over("refused", "a message that this session's key did not seal", False)

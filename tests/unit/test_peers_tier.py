@@ -13,8 +13,9 @@ from tiering.keys import chunk_key
 from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
 from tiering.peers.auth import SharedKey
+from tiering.peers.calls import Guest
 from tiering.peers.control import new_engine_id
-from tiering.peers.session import Patience
+from tiering.peers.session import Patience, State
 from tiering.peers.transports.base import Transport
 from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
@@ -115,6 +116,25 @@ async def test_what_one_shows_the_other_finds_and_reads(transport: str) -> None:
         assert (stats["peers_asked"], stats["peers_found"], stats["now_guests"]) == (6, 4, 1)
         await asyncio.sleep(0.1)
         assert has.tier.stats()["peers_fetched"] == 4
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_a_link_may_come_before_the_first_word_of_its_session(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two go over connections of their own, and which is faster nobody knows."""
+    received = Guest.received
+
+    def later(guest: Guest, frames: Sequence[bytes]) -> None:
+        is_greeting = guest.session.state is State.GREETING
+        asyncio.get_running_loop().call_later(0 if is_greeting else 0.2, received, guest, frames)
+
+    monkeypatch.setattr(Guest, "received", later)
+    has, wants = Engine(transport=transport), Engine(transport=transport)
+    async with engines(has, wants):
+        has.show(range(2))
+        outcomes = await wants.tier.at(has.whom()).read(KEYS[:2], buffers(2))
+        assert outcomes == [Read.HIT] * 2, reasons(outcomes)
 
 
 async def test_a_transport_that_cannot_be_opened_is_left_out(

@@ -30,6 +30,7 @@ from tiering.peers.session import (
     Answered,
     Event,
     Frames,
+    Greeted,
     Opened,
     Over,
     Released,
@@ -55,8 +56,9 @@ class Fetched(NamedTuple):
 class Source(Protocol):
     """The engine that serves. Called on the loop; does not wait and does not raise."""
 
-    def opened(self, guest: Guest) -> None:
-        """Somebody who may ask is here: let the transports know its token."""
+    def greeted(self, guest: Guest) -> None:
+        """Somebody was answered who may ask once it has proven the key: let the transports know
+        its token, which it may prove there first."""
         ...
 
     def wanted(self, guest: Guest, of: Round, question: Lookup | Fetch) -> None:
@@ -72,7 +74,7 @@ class Source(Protocol):
         ...
 
     def over(self, guest: Guest, reason: str) -> None:
-        """After `opened`, and after everything else about `guest`: close its links."""
+        """After `greeted`, and after everything else about `guest`: close its links."""
         ...
 
 
@@ -305,9 +307,9 @@ class Guest(_End):
 
     def _happened(self, event: Event) -> None:
         match event:
-            case Opened():
+            case Greeted():
                 self._is_known = True
-                self._source.opened(self)
+                self._source.greeted(self)
             case Wanted(of, question):
                 self._source.wanted(self, of, question)
             case Released(of, success):

@@ -77,6 +77,12 @@ class State(enum.Enum):
     OVER = "over"
 
 
+class Greeted(NamedTuple):
+    """To the engine that serves: it has answered a greeting, and the other side may come over the
+    data plane before its first sealed message does. Whoever knows the token there has proven the
+    key just as well."""
+
+
 class Opened(NamedTuple):
     """Both sides have proven the key and fit one another. `peer` is the other's introduction."""
 
@@ -132,7 +138,7 @@ def _told(goodbye: Disconnect) -> Over:
     return Over(goodbye.ending, reason, is_told=True)
 
 
-Event = Opened | Answered | Unanswered | Wanted | Released | RequestOver | Over
+Event = Greeted | Opened | Answered | Unanswered | Wanted | Released | RequestOver | Over
 
 
 class Session:
@@ -168,7 +174,7 @@ class Session:
 
     @property
     def token(self) -> bytes:
-        """For the data plane. REQUIRES: open."""
+        """For the data plane. REQUIRES: `Greeted` or `Opened` was told."""
         assert self._seals is not None
         return self._seals.token
 
@@ -240,7 +246,7 @@ class Session:
         self._out.append((greeting, self._seals.seal(greeting)))
         self.peer, self.state = message, State.PROVING
         self._heard_at = self._said_at = now
-        return []
+        return [Greeted()]
 
     def _acknowledged(
         self, message: Message, payload: bytes, seal: bytes, now: float

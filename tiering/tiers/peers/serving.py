@@ -39,7 +39,7 @@ class Serving:
         self._transports = transports
         self._visits: dict[Guest, _Visit] = {}
 
-    def opened(self, guest: Guest) -> None:
+    def greeted(self, guest: Guest) -> None:
         self._visits[guest] = _Visit()
         for transport in self._transports:
             transport.admit(guest.session_id, guest.token)
