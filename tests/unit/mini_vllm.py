@@ -24,6 +24,7 @@ from mini_groups import BLOCK, full, geometry_for, numbered
 from mini_tables import Tables
 from routers import Listener
 from tiering.engine import Engine
+from tiering.policy.admission import AdmissionPolicy
 from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.residency.state import SlotState
@@ -61,6 +62,7 @@ class MiniVllm:
         running_max: int = 4,
         is_listened_to: bool = True,
         peers: Sequence[int] = (),
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         # Block 0 is nobody's.
         device_blocks += 1
@@ -80,6 +82,7 @@ class MiniVllm:
             LruPolicy(slots),
             self.clock,
             DEADLINE_SECONDS,
+            admission,
             surveyed=[tier for tier in range(tiers) if tier not in peers],
             peers=peers,
         )

@@ -16,6 +16,7 @@ from gated import GatedPortal
 from tiering.engine import Engine
 from tiering.events import EventSink, NoEvents
 from tiering.keys import chunk_key
+from tiering.policy.admission import AdmissionPolicy
 from tiering.policy.lru import LruPolicy
 from tiering.residency.answers import Place
 from tiering.residency.core import Residency
@@ -61,13 +62,17 @@ class Scene:
         ranks: int = 1,
         groups: Sequence[int] = (0,),
         events: EventSink | None = None,
+        peers: Sequence[int] = (),
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         spare = NOTE_BYTES // ROW + 1
         assert slots_in(slots + spare, ROW, ranks) == slots
         self.rows = np.zeros((slots + spare, ROW), np.uint8)
         self.clock = ManualClock()
         self.portal = GatedPortal(self.rows, tiers)
-        self.core = Residency(slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS)
+        self.core = Residency(
+            slots, tiers, LruPolicy(slots), self.clock, DEADLINE_SECONDS, admission, peers=peers
+        )
         self.ledger = Ledger(self.rows, ranks, ranks)
         lookups = Lookups(self.core, tiers, self.clock, DEADLINE_SECONDS)
         removals = Removals(events or NoEvents())
@@ -83,10 +88,12 @@ class Scene:
     def _pause(self) -> None:
         self.pauses += 1
 
-    def request(self, name: str, *keys: Sequence[bytes], tiers: Any = None) -> Context:
+    def request(
+        self, name: str, *keys: Sequence[bytes], tiers: Any = None, **roles: Any
+    ) -> Context:
         """Its keys, one list for each group, chunks of TOKENS tokens each."""
         positions = {k: (i + 1) * TOKENS for each in keys for i, k in enumerate(each)}
-        context = self.contexts[name] = Context(name, positions)
+        context = self.contexts[name] = Context(name, positions, roles or None)
         self.half.begin(context, tiers)
         return context
 

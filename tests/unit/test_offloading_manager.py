@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from offloading_scene import DEADLINE_SECONDS, Context, Scene, chain, stamp
+from tiering.policy.admission import SeenOften
 from tiering.residency.answers import Place
-from tiering.residency.plan import Cascade, Contains, Promote
+from tiering.residency.plan import Cascade, Contains, Keep, Promote
 from tiering_connectors.vllm.offloading.half import Stored
 from tiering_connectors.vllm.offloading.ledger import Told
 
@@ -205,6 +206,16 @@ def test_with_a_tier_below_a_small_host_tier_lets_the_whole_prompt_through() -> 
         scene.portal.finish_all()
     assert set(scene.portal.stored[0]) == set(keys)
     scene.assert_at_rest()
+
+
+def test_what_a_decoder_will_come_for_is_stored_however_few_have_asked_for_it() -> None:
+    scene = Scene(slots=8, tiers=1, peers=[0], admission=SeenOften(2, entries_max=100))
+    keys, others = chain("a", 3), chain("b", 3)
+    assert scene.store(scene.request("nobody's", others), others).keys == ()
+    request = scene.request("r", keys, remote_decoder={"kv_request_id": "7"})
+    assert scene.store(request, keys).keys == tuple(keys)
+    scene.half.end(request)
+    assert [step.keys for step in scene.submitted(Keep)] == [tuple(keys)]
 
 
 def test_room_is_not_made_by_giving_up_the_head_that_the_device_still_has() -> None:

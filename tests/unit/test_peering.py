@@ -11,6 +11,7 @@ from mini_blocks import Request
 from mini_groups import BLOCK
 from mini_vllm import MiniVllm
 from tiering.peers.addresses import Address
+from tiering.policy.admission import SeenOften
 from tiering.residency.plan import Contains, Keep, Promote, Release
 from tiering.tiers.peers.source import PeerSource
 
@@ -65,6 +66,16 @@ def test_what_was_there_before_is_kept_too() -> None:
     add(vllm, "first")
     vllm.run()
     add(vllm, "prefill", remote_decoder=DECODER)
+    vllm.run()
+    assert [len(keep.keys) for keep in kept(vllm)] == [4]
+
+
+def test_what_a_decoder_will_come_for_is_stored_however_few_have_asked_for_it() -> None:
+    vllm = engine(admission=SeenOften(2, entries_max=100))
+    add(vllm, "nobody's")
+    vllm.run()
+    assert vllm.core.counters["chunks_stored"] == 0
+    vllm.add("prefill", range(1000, 1000 + TOKENS), remote_decoder=DECODER)
     vllm.run()
     assert [len(keep.keys) for keep in kept(vllm)] == [4]
 

@@ -195,6 +195,14 @@ def test_only_what_is_admitted_is_stored_and_the_rest_is_cared_for() -> None:
     assert rig.core.counters["stores_refused"] == 0
 
 
+def test_what_is_promised_to_a_peer_is_stored_whoever_has_asked_for_it() -> None:
+    rig, keys = PickyRig(8, SeenOften(2, entries_max=100)), chain("a", 3)
+    rig.core.open("r")
+    rig.core.peers.promise("r")
+    assert rig.core.reserve("r", keys, 0).indices == [0, 1, 2]
+    assert rig.core.counters["stores_skipped"] == 0
+
+
 def test_what_a_second_request_asks_for_is_stored() -> None:
     rig, keys = PickyRig(8, SeenOften(2, entries_max=100)), chain("a", 3)
     assert [rig.store(owner, keys) for owner in "rs"] == [3, 3]

@@ -248,7 +248,7 @@ class Residency:
         as there is room. Room is never made by giving up an ancestor that is nowhere else, nor
         the head of the chain: half of the host tier may hold it, the rest lets its tail through.
         `keep_unwritten`: nor by giving up what waits to be written to a tier. What the admission
-        policy does not want is skipped."""
+        policy does not want is skipped, unless a peer will come for it."""
         request, keys = self._holds[owner], KeyBatch.of(keys)
         self._report(request, keys)
         self._touches.note(request, keys)
@@ -258,7 +258,8 @@ class Residency:
         if not start and not is_fresh.all():
             # The request uses all of its chain: no child may be kept longer than its parent.
             self.index.touch(keys, found, request.access)
-        if (wanted := self._admission.admits(rest)) < len(rest):
+        wanted = len(rest) if request.is_promised else self._admission.admits(rest)
+        if wanted < len(rest):
             self.counters.add("stores_skipped", int(is_fresh[wanted:].sum()))
             is_fresh[wanted:] = False
         fresh = select(rest, is_fresh)

@@ -33,14 +33,15 @@ class Peer:
 class Request:
     """`access` is its number for the policy; `absent` holds by tier the keys that it may not ask
     for again; `tiers` are the secondary tiers that it may load from, or None for all of them;
-    `peers` has by tier whom it named; `reported` are the keys that the admission policy was told
-    of; `chains` has the longest prefix that it has used, by KV cache group; `deadline` is set from
-    its first question to its release."""
+    `peers` has by tier whom it named; `is_promised`: a peer will come for its chunks; `reported`
+    are the keys that the admission policy was told of; `chains` has the longest prefix that it has
+    used, by KV cache group; `deadline` is set from its first question to its release."""
 
     access: int
     absent: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     tiers: frozenset[int] | None = None
     peers: dict[int, Peer] = field(default_factory=dict)
+    is_promised: bool = False
     reported: set[bytes] = field(default_factory=set)
     chains: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
     asks_out: int = 0

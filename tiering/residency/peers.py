@@ -56,6 +56,10 @@ class PeerBook:
         for tier in self._tiers:
             self.name(owner, tier, peer, has_all=has_all)
 
+    def promise(self, owner: str) -> None:
+        """A peer will come for what the request computes: all of it is worth storing."""
+        self._holds[owner].is_promised = True
+
     def release(self, owner: str) -> None:
         """The request needs nothing more of whom it named. Unknown owners are ignored."""
         request = self._holds.get(owner)

@@ -39,6 +39,8 @@ class Peering:
         if roles.whom is not None:
             whom = roles.whom
             self._core.peers.ask(owner, whom.packed(), has_all=whom.is_prefiller)
+        if roles.kept_as is not None:
+            self._core.peers.promise(owner)
         return roles
 
     def never_began(self, params: dict[str, object] | None) -> None:
