@@ -200,7 +200,7 @@ def _send_bare(pipe: Connection, rows: int, row_bytes: int) -> None:
 class _Shelf:
     """Holds every other key."""
 
-    def opened(self, guest: Guest) -> None: ...
+    def greeted(self, guest: Guest) -> None: ...
 
     def wanted(self, guest: Guest, of: Round, question: Lookup | Fetch) -> None:
         # As a mirror would: one look into a dict for each key.
