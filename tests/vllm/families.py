@@ -114,7 +114,8 @@ QWEN3NEXT = Family(
     parts=False,
     # In bfloat16 a logit of 8 has the next 1/16 further.
     rounding=0.3,
-    options={"dtype": "bfloat16"},
+    # Named, or it and so the size of a block would be the processor's to choose.
+    options={"dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"},
 )
 # Every 8 blocks attention starts anew: to go on there takes no block of such a group.
 CHUNKED = Family(
