@@ -172,6 +172,22 @@ def test_a_tier_without_a_store_is_told_how_one_is_written() -> None:
         parse(ConnectorConfig, connector({"store_config": {"endpoint_override": "h"}}))
 
 
+@pytest.mark.parametrize(
+    ("keys", "path", "told"),
+    [
+        ({"store_config": {"bucket": "kv"}}, "store_config.endpoint_override", "is required"),
+        ({"store_config": {**STORE, "regoin": "r"}}, "store_config.regoin", "write region if"),
+        ({"store_config": STORE, "backpressure": {"alfa": 1}}, "backpressure.alfa", "write alpha"),
+    ],
+)
+def test_a_program_that_makes_a_tier_is_told_of_its_nested_keys(
+    keys: dict[str, Any], path: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        ObjTierConfig(**keys)
+    assert caught.value.path == path
+
+
 def test_secrets_are_shown_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     given = connector({"store_config": {**STORE, **SECRETS}})
     config = parse(ConnectorConfig, given)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from pydantic import Field
 
 from tiering.config.fields import EventMedium, Locality, Settings
@@ -47,3 +50,8 @@ class StoringTierSettings(TierSettings):
         "taken from backpressure of the engine, if it has one; {} is the defaults.",
         examples=[{"high_water_s": 0.05}],
     )
+
+    @classmethod
+    def owner_of(cls, data: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
+        is_nested = len(path) > 1 and path[0] == "backpressure"
+        return PressureConfig if is_nested else super().owner_of(data, path)

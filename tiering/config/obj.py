@@ -6,8 +6,10 @@ secrets are pydantic's SecretStr: no repr, dump, error or log has them.
 
 from __future__ import annotations
 
+import builtins
 import ipaddress
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
@@ -354,3 +356,10 @@ class ObjTierConfig(StoringTierSettings):
         "that is for lifecycle rules of the bucket.",
         examples=[10995116277760],
     )
+
+    @classmethod
+    def owner_of(
+        cls, data: Mapping[str, Any], path: Sequence[int | str]
+    ) -> builtins.type[Settings]:
+        is_nested = len(path) > 1 and path[0] == "store_config"
+        return BucketConfig if is_nested else super().owner_of(data, path)

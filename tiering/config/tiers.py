@@ -16,9 +16,8 @@ from pydantic import (
 
 from tiering.config.anytier import StoringTierSettings
 from tiering.config.fields import BYTES_MAX, Roots, Settings, Text
-from tiering.config.obj import BucketConfig, ObjTierConfig
+from tiering.config.obj import ObjTierConfig
 from tiering.config.p2p import P2pTierConfig
-from tiering.config.pressure import PressureConfig
 from tiering.config.problems import ABSENT, nearest, refused, without_secrets
 
 _EXAMPLE = '{"type": "fs", "root_dir": "/mnt/kv_cache"}'
@@ -179,12 +178,6 @@ TIER_TYPES: Mapping[str, type[Settings]] = {
     "p2p": P2pTierConfig,
 }
 
-# The models of keys that are objects.
-_NESTED: Mapping[int | str, type[Settings]] = {
-    "backpressure": PressureConfig,
-    "store_config": BucketConfig,
-}
-
 # Those of vLLM that are not among them: why, and what to do instead.
 _NOT_HERE = {
     "example": (
@@ -224,7 +217,7 @@ def tier_class(entry: Mapping[str, Any]) -> type[Settings]:
 
 def owner_in_tier(entry: Mapping[str, Any], path: Sequence[int | str]) -> type[Settings]:
     """The model that has, or lacks, the key at the end of `path` in an entry."""
-    return (_NESTED.get(path[0]) if len(path) > 1 else None) or tier_class(entry)
+    return tier_class(entry).owner_of(entry, path)
 
 
 def _tier(entry: object) -> object:
