@@ -1,14 +1,17 @@
-"""What a command may ask of an fs tier's root: survey, verify, collect, and how I/O works there.
+"""What a command may ask of an fs tier's root: survey, verify, collect, and how I/O works there;
+and of a bucket: survey.
 
 The one place beside `wiring` that names concrete backends; for commands, not for engines. Blocking.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiering.clock import MonotonicClock, UnixClock
 from tiering.errors import TieringError
@@ -17,11 +20,15 @@ from tiering.tiers.disk.diskio import Direct
 from tiering.tiers.upkeep.collect import Candidate, Collector, Plan
 from tiering.tiers.upkeep.scrub import Finding, Scrub, ScrubReport
 from tiering.tiers.upkeep.stored import StoredChunks, StoredGroup, stored_chunks
-from tiering.tiers.upkeep.survey import NamespaceSurvey, survey
+from tiering.tiers.upkeep.survey import BucketSurvey, NamespaceSurvey, survey
 from tiering_kernels.chunkio import ENGINES, EngineUnavailable
 from tiering_kernels.engines import open_engine
 
+if TYPE_CHECKING:
+    from tiering.config import ObjTierConfig
+
 __all__ = [
+    "BucketSurvey",
     "Candidate",
     "Collector",
     "Finding",
@@ -39,6 +46,7 @@ __all__ = [
     "probe_io_path",
     "require_root",
     "stored_chunks",
+    "survey_bucket",
     "survey_root",
 ]
 
@@ -67,6 +75,21 @@ def require_root(root: Path) -> None:
 def survey_root(root: Path) -> list[NamespaceSurvey]:
     """What lies under a file-system tier's root, from its files alone."""
     return survey(root)
+
+
+def survey_bucket(
+    config: ObjTierConfig, where: str, progress: Callable[[int], None]
+) -> BucketSurvey:
+    """What lies under an object tier's prefix, whose keys a user finds under `where`; `progress` is
+    told how many objects were seen. ConfigError where the bucket cannot be used, TieringError where
+    it fails later."""
+    # Nothing else here needs what these need.
+    from tiering.tiers.obj.s3 import S3Store
+    from tiering.tiers.upkeep.buckets import BucketLook
+
+    above = f"{config.prefix}/" if config.prefix else ""
+    store = S3Store(config.store_config, where=f"{where}store_config", prefix=above)
+    return asyncio.run(BucketLook(store, config.prefix, MonotonicClock(), progress).survey())
 
 
 def probe_io_path(directory: Path) -> Direct:

@@ -1,5 +1,5 @@
-"""The command `tiering`: look at a configuration, a stream of KV events, what a directory holds;
-route requests between engines.
+"""The command `tiering`: look at a configuration, a stream of KV events, what a directory or a
+bucket holds; route requests between engines.
 
 Prints results to stdout, progress and one sentence for a failure to stderr. Owns words and exit
 codes only; all it says comes from `config` and, through `maintenance`, from the tiers. What takes
@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     _add_config(add)
-    for command in (_add_stat(add), _add_verify(add), _add_gc(add)):
+    _add_stat(add)
+    for command in (_add_verify(add), _add_gc(add)):
         command.add_argument("root", metavar="ROOT", help="the root_dir of an fs tier")
     _add_events(add)
     _add_proxy(add)
@@ -96,6 +97,12 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _stat(arguments: argparse.Namespace) -> int:
+    from tiering.cli import roots
+
+    if roots.names_bucket(arguments.root):
+        from tiering.cli import bucket
+
+        return bucket.run(arguments)
     from tiering.cli import stat
 
     return stat.run(arguments)
@@ -164,12 +171,19 @@ def _add_config(add: _Add) -> None:
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
 
 
-def _add_stat(add: _Add) -> argparse.ArgumentParser:
-    return add(
+def _add_stat(add: _Add) -> None:
+    stat = add(
         "stat",
-        "show what the root_dir of an fs tier holds",
-        "Show the namespaces under ROOT with their chunks, bytes and age, how files\nunder it are "
-        "read and written, and what moves them here. Changes nothing that is stored.",
+        "show what the root_dir of an fs tier holds, or a bucket",
+        "Show the namespaces under ROOT with their chunks, bytes and age; of a directory also how\n"
+        "files under it are read and written, and what moves them here. Changes nothing that is\n"
+        "stored. A bucket is listed once, 1,000 objects a request.",
+    )
+    stat.add_argument(
+        "root",
+        metavar="ROOT",
+        help="the root_dir of an fs tier; for a bucket the configuration with it, the engine's "
+        "or its tier's alone: a file, - for stdin, or a JSON text",
     )
 
 

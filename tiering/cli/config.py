@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from tiering.cli import exits, words
+from tiering.cli import exits, roots, words
 from tiering.config import (
     EXTRA_CONFIG,
     ConnectorConfig,
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         words.print_json(model_class.model_json_schema())
         return exits.OK
-    text, origin = _configuration(arguments.source)
+    text, origin = read_source(arguments.source)
     try:
         model = _parsed(model_class, text)
     except ConfigError as error:
@@ -58,9 +58,9 @@ def _parsed(model_class: type[EngineConfig], text: bytes | str) -> EngineConfig:
     return parse(model_class, data)
 
 
-def _configuration(source: str) -> tuple[bytes | str, str]:
+def read_source(source: str) -> tuple[bytes | str, str]:
     """The text that `source` stands for, and a word for where that is."""
-    if source.lstrip().startswith(("{", "[")):
+    if roots.is_json(source):
         return source, "argument"
     if source == "-":
         text, origin = sys.stdin.buffer.read(_CONFIG_BYTES_MAX + 1), "stdin"

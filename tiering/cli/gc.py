@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tiering import maintenance
-from tiering.cli import exits, words
+from tiering.cli import exits, roots, words
 from tiering.cli.progress import Progress
 from tiering.clock import MonotonicClock, UnixClock
 from tiering.maintenance import Candidate, Plan
@@ -14,7 +14,14 @@ from tiering.maintenance import Candidate, Plan
 _TITLES = ("namespace", "layout", "chunks", "size", "last used", "verdict")
 
 
+_INSTEAD = (
+    "give it a lifecycle rule, or remove a namespace that `tiering stat` shows, all folders of it, "
+    "with the store's own tools"
+)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    roots.refuse_bucket("gc", arguments.root, _INSTEAD)
     root = Path(arguments.root)
     maintenance.require_root(root)
     collector = maintenance.open_collector(root, arguments.orphaned_days, arguments.namespace)

@@ -16,7 +16,7 @@ class _Bar(Protocol):
     """What is used of tqdm, which has no types."""
 
     n: int
-    total: int
+    total: int | None
 
     def set_postfix_str(self, text: str, refresh: bool) -> None: ...
     def refresh(self) -> None: ...
@@ -24,9 +24,9 @@ class _Bar(Protocol):
 
 
 class Progress:
-    """Within a `with` block; `total` of things called `noun`."""
+    """Within a `with` block; `total` of things called `noun`, None where nobody knows how many."""
 
-    def __init__(self, what: str, noun: str, total: int, clock: Clock) -> None:
+    def __init__(self, what: str, noun: str, total: int | None, clock: Clock) -> None:
         self._what = what
         self._noun = noun
         self._total = total
@@ -52,7 +52,8 @@ class Progress:
 
     def show(self, done: int, note: str = "") -> None:
         """`done` of the total, or more: what is counted grows meanwhile."""
-        self._total = max(self._total, done)
+        if self._total is not None:
+            self._total = max(self._total, done)
         if self._bar is not None:
             self._bar.n, self._bar.total = done, self._total
             self._bar.set_postfix_str(note, refresh=False)
@@ -70,7 +71,8 @@ class Progress:
 
     def _tell(self, done: int, note: str) -> None:
         after = f", {note}" if note else ""
-        told = f"{self._what}: {done} of {self._total} {self._noun}{after}"
+        of_all = "" if self._total is None else f"of {self._total} "
+        told = f"{self._what}: {done} {of_all}{self._noun}{after}"
         print(told, file=sys.stderr, flush=True)
 
     def _new_bar(self) -> _Bar:

@@ -12,10 +12,8 @@ from tiering.clock import UnixClock
 from tiering.maintenance import Mount, NamespaceSurvey
 from tiering.tiers.disk.diskio import Direct
 
-_TITLES = (
-    *("model", "digest", "layout", "ranks", "chunks", "size"),
-    *("oldest", "newest", "temporary", "quarantined"),
-)
+_TITLES = ("model", "digest", "layout", "ranks", "chunks", "size", "oldest", "newest")
+_DISK_TITLES = ("temporary", "quarantined")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,18 +25,36 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         words.print_json(_as_json(root, namespaces, direct, mount, engines))
         return exits.OK
-    chunks, size = sum(each.chunks for each in namespaces), sum(each.bytes for each in namespaces)
     means = trouble if direct is None else f"{direct} I/O"
-    held = f"{words.count(len(namespaces), 'namespace')}, {words.count(chunks, 'chunk')}"
-    print(f"{root}: {held}, {words.size(size)}; {means}")
+    print(f"{root}: {held(namespaces)}; {means}")
     for line in _where(mount, sum(each.disk_bytes for each in namespaces), engines):
         print(line)
+    print_namespaces(namespaces, on_disk=True)
+    return exits.OK
+
+
+def held(namespaces: list[NamespaceSurvey]) -> str:
+    """How many namespaces and chunks there are, and what they take."""
+    chunks, size = sum(each.chunks for each in namespaces), sum(each.bytes for each in namespaces)
+    there = f"{words.count(len(namespaces), 'namespace')}, {words.count(chunks, 'chunk')}"
+    return f"{there}, {words.size(size)}"
+
+
+def print_namespaces(namespaces: list[NamespaceSurvey], *, on_disk: bool) -> None:
+    """One line for each, and what could not be looked into."""
     if namespaces:
         now = UnixClock().now()
-        words.print_table([_TITLES, *(_row(each, now) for each in namespaces)])
+        titles = _TITLES + _DISK_TITLES if on_disk else _TITLES
+        words.print_table([titles, *(_row(each, now)[: len(titles)] for each in namespaces)])
     for problem in (problem for each in namespaces for problem in each.problems):
         print(f"not looked into: {words.printable(problem)}")
-    return exits.OK
+
+
+def told(found: NamespaceSurvey) -> dict[str, object]:
+    """A namespace for JSON, which cannot hold every name that a directory can have."""
+    names = {"directory": words.printable(found.directory), "model": words.printable(found.model)}
+    problems = [words.printable(problem) for problem in found.problems]
+    return {**dataclasses.asdict(found), **names, "problems": problems}
 
 
 def _where(mount: Mount, disk_bytes: int, engines: dict[str, str]) -> list[str]:
@@ -74,15 +90,8 @@ def _as_json(
         "chunks": sum(each.chunks for each in namespaces),
         "bytes": sum(each.bytes for each in namespaces),
         "disk_bytes": sum(each.disk_bytes for each in namespaces),
-        "namespaces": [_told(each) for each in namespaces],
+        "namespaces": [told(each) for each in namespaces],
     }
-
-
-def _told(found: NamespaceSurvey) -> dict[str, object]:
-    """A namespace for JSON, which cannot hold every name that a directory can have."""
-    names = {"directory": words.printable(found.directory), "model": words.printable(found.model)}
-    problems = [words.printable(problem) for problem in found.problems]
-    return {**dataclasses.asdict(found), **names, "problems": problems}
 
 
 def _row(found: NamespaceSurvey, now: float) -> tuple[str, ...]:

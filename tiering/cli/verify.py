@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tiering import maintenance
-from tiering.cli import exits, words
+from tiering.cli import exits, roots, words
 from tiering.cli.progress import Progress
 from tiering.clock import MonotonicClock
 from tiering.maintenance import Finding, ScrubReport
@@ -17,7 +17,14 @@ _SEGMENTS_STAY = (
 )
 
 
+_INSTEAD = (
+    "nothing has to be done: engines check each chunk that they load, delete a damaged one and "
+    "count it as damaged_<cause>"
+)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    roots.refuse_bucket("verify", arguments.root, _INSTEAD)
     root = Path(arguments.root)
     maintenance.require_root(root)
     scrub = maintenance.open_scrub(

@@ -31,7 +31,8 @@ class NamespaceSurvey:
     """One namespace, all of its ranks together. `digest` is the directory's short one; `bytes`
     are those of the chunks, headers included, `disk_bytes` what its files take on the disk. In
     layout "files" the times are those of the files, in "segments" those of use; None without
-    chunks. `problems`: what could not be looked into, and why."""
+    chunks. Of a bucket, the layout is "objects" and `disk_bytes` are those of all its objects.
+    `problems`: what could not be looked into, and why."""
 
     directory: str
     model: str
@@ -47,6 +48,18 @@ class NamespaceSurvey:
     temp_files: int
     quarantined: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSurvey:
+    """What lies in a bucket under a prefix. `objects` and `object_bytes` are all that is there;
+    `others` and `other_bytes` of them belong to no namespace."""
+
+    namespaces: list[NamespaceSurvey]
+    objects: int
+    object_bytes: int
+    others: int
+    other_bytes: int
 
 
 @dataclass(slots=True)
