@@ -14,6 +14,7 @@ import hashlib
 import ssl
 import threading
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,8 @@ class ScriptedS3:
         self._tls = tls
         self._next: deque[tuple[str | None, Fault]] = deque()
         self._uploads: dict[str, dict[int, bytes]] = {}
+        # The checksums that each upload was started with, as AWS keeps to them.
+        self._algorithms: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._let_go = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -261,6 +264,9 @@ class ScriptedS3:
         has_checksum = any(name.startswith("x-amz-checksum-") for name in asked.headers)
         if self.refuses_checksums and (has_checksum or "x-amz-trailer" in asked.headers):
             return refusal(501, "NotImplemented")
+        crc32 = asked.headers.get("x-amz-checksum-crc32")
+        if crc32 is not None and crc32 != _crc32(asked.body):
+            return refusal(400, "BadDigest")
         return _OPERATIONS[asked.verb](self, asked)
 
     def _get(self, asked: Asked) -> Reply:
@@ -274,6 +280,9 @@ class ScriptedS3:
             parts = self._uploads.get(asked.query["uploadId"])
             if parts is None:
                 return refusal(404, "NoSuchUpload")
+            algorithm = self._algorithms[asked.query["uploadId"]]
+            if ("x-amz-checksum-crc32" in asked.headers) != (algorithm == "CRC32"):
+                return refusal(400, "InvalidRequest", "Checksum Type mismatch occurred")
             parts[int(asked.query["partNumber"])] = asked.body
             return Reply(200, b"", {"ETag": _etag(asked.body)})
         there = self.objects.get(asked.name)
@@ -340,6 +349,7 @@ class ScriptedS3:
         if "uploads" in asked.query:
             upload = f"upload{asked.number}"
             self._uploads[upload] = {}
+            self._algorithms[upload] = asked.headers.get("x-amz-checksum-algorithm", "")
             text = (
                 f"<InitiateMultipartUploadResult {_NAMESPACE}><Bucket>{self.bucket}</Bucket><Key>"
                 f"{escape(asked.name)}</Key><UploadId>{upload}</UploadId>"
@@ -349,8 +359,13 @@ class ScriptedS3:
         parts = self._uploads.pop(asked.query["uploadId"], None)
         if parts is None:
             return refusal(404, "NoSuchUpload")
-        listed = ElementTree.fromstring(asked.body).iterfind(".//{*}PartNumber")
-        numbers = [int(part.text or "0") for part in listed]
+        listed = list(ElementTree.fromstring(asked.body).iterfind(".//{*}Part"))
+        numbers = [int(part.findtext("{*}PartNumber") or "0") for part in listed]
+        sums = [part.findtext("{*}ChecksumCRC32") for part in listed]
+        if self._algorithms[asked.query["uploadId"]] and sums != [
+            _crc32(parts[number]) for number in numbers
+        ]:
+            return refusal(400, "InvalidRequest", "must include the checksum for each part")
         self._keep(asked.name, b"".join(parts[number] for number in numbers))
         text = (
             f"<CompleteMultipartUploadResult {_NAMESPACE}><Key>{escape(asked.name)}</Key>"
@@ -384,6 +399,10 @@ def _verb(method: str, query: Mapping[str, str]) -> str:
 
 def _etag(body: bytes) -> str:
     return f'"{hashlib.md5(body).hexdigest()}"'
+
+
+def _crc32(body: bytes) -> str:
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
 
 
 def _md5(body: bytes) -> str:

@@ -260,6 +260,9 @@ async def test_checksums_are_sent_where_they_are_wanted_only(server: ScriptedS3)
         told = pytest.raises(StoreError, match="501") if refused else nullcontext()
         with told:
             await store.put("new", [memoryview(b"123456789")])
+        told = pytest.raises(StoreError, match="501") if refused else nullcontext()
+        with told:
+            await store.put_small("new", b"123456789")
         await store.close()
     # The checksum of the CRC's own test vector.
     assert server.asked[-1].headers["x-amz-checksum-crc32"] == "y/Q5Jg=="

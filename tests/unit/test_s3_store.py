@@ -23,7 +23,7 @@ MIB = 1 << 20
 PREFIXES = (
     "round/trip ",
     "length",
-    "large/one",
+    "large/",
     "walk",
     "many/n",
     "gone/",
@@ -123,6 +123,24 @@ async def test_a_large_object_goes_in_parts(store: S3Store) -> None:
     assert store.requests()["put"] == 3
     assert await store.get("large/one", [memoryview(found)])
     assert found == body
+
+
+async def test_a_checksum_goes_with_all_that_is_stored(server: Served) -> None:
+    """Where it is wanted: with an object, one in parts, and a small one under a condition."""
+    keys = server.store_config() | {"request_checksums": "when_supported"}
+    store = S3Store(BucketConfig(**keys), single_put_bytes=6 * MIB)  # type: ignore[arg-type]
+    await store.open()
+    body, found = payload(13 * MIB), bytearray(13 * MIB)
+    await store.put("large/sums", views(body, MIB))
+    assert store.requests()["multipart"] == 2
+    assert await store.get("large/sums", [memoryview(found)])
+    assert found == body
+    await store.put("large/whole", views(body[: 5 * MIB], MIB))
+    assert await store.get("large/whole", [memoryview(found)[: 5 * MIB]])
+    assert await store.delete(["small/sum"]) == []
+    assert await store.put_small("small/sum", b"sum", if_absent=True)
+    assert (await store.get_small("small/sum") or ())[0] == b"sum"
+    await store.close()
 
 
 async def test_a_listing_goes_on_where_it_was_cut(store: ObjectStore) -> None:

@@ -192,11 +192,24 @@ def upload_id(body: bytes) -> str:
     raise StoreError("the answer to the start of an upload in parts has no id")
 
 
-def complete_request(etags: Sequence[str]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One that was uploaded: its ETag, and its CRC32 as S3 writes it, empty where none was sent."""
+
+    etag: str
+    crc32: str = ""
+
+    @property
+    def told(self) -> str:
+        crc32 = f"<ChecksumCRC32>{self.crc32}</ChecksumCRC32>" if self.crc32 else ""
+        return f"<ETag>{escape(self.etag)}</ETag>{crc32}"
+
+
+def complete_request(uploaded: Sequence[Part]) -> bytes:
     """The body of CompleteMultipartUpload, for parts from 1 on."""
     parts = "".join(
-        f"<Part><PartNumber>{at}</PartNumber><ETag>{escape(etag)}</ETag></Part>"
-        for at, etag in enumerate(etags, 1)
+        f"<Part><PartNumber>{at}</PartNumber>{part.told}</Part>"
+        for at, part in enumerate(uploaded, 1)
     )
     space = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
     return f"<CompleteMultipartUpload {space}>{parts}</CompleteMultipartUpload>".encode()

@@ -31,6 +31,7 @@ SINGLE_PUT_BYTES_MAX = 5 << 30
 DELETES_MAX = 1000
 _PART_BYTES = 64 << 20
 _PARTS_MAX = 10_000
+_CRC32 = "x-amz-checksum-crc32"
 # A longer listing is read in a thread: 1,000 names take some milliseconds.
 _INLINE_BYTES = 16 << 10
 
@@ -105,19 +106,20 @@ class S3Store(ObjectStore):
     async def put_small(
         self, name: str, body: bytes, *, if_etag: str | None = None, if_absent: bool = False
     ) -> str | None:
-        headers = {"If-None-Match": "*"} if if_absent else {}
+        conditions = {"If-None-Match": "*"} if if_absent else {}
         if if_etag is not None:
-            headers["If-Match"] = if_etag
+            conditions["If-Match"] = if_etag
         view = [memoryview(body)]
-        answer = await self._ask("PUT", name, headers=headers, body=view)
-        if answer.status == 501 and headers:
+        checksum = {_CRC32: _crc32(view)} if self._sends_checksums else {}
+        answer = await self._ask("PUT", name, headers=conditions | checksum, body=view)
+        if answer.status == 501 and conditions:
             # It knows no conditions: look, and then leap.
             there = await self.get_small(name)
             fits = there is None if if_absent else there is not None and there[1] == if_etag
             if not fits:
                 return None
-            answer = await self._ask("PUT", name, body=view)
-        if headers and answer.status in (404, 409, 412) and answer.fault.code != "NoSuchBucket":
+            answer = await self._ask("PUT", name, headers=checksum, body=view)
+        if conditions and answer.status in (404, 409, 412) and answer.fault.code != "NoSuchBucket":
             return None
         return self._done(answer, f"PUT {name}").headers.get("etag", "")
 
@@ -174,26 +176,33 @@ class S3Store(ObjectStore):
                 failed.append(name)
         return failed
 
+    @property
+    def _sends_checksums(self) -> bool:
+        return self._config.request_checksums == "when_supported"
+
     async def _put(
         self, name: str, body: Sequence[memoryview], query: Sequence[tuple[str, str]] = ()
-    ) -> str:
-        """The ETag of what was stored."""
-        headers: dict[str, str] = {}
-        if self._config.request_checksums == "when_supported":
-            digest = await asyncio.to_thread(_crc32, body)
-            headers["x-amz-checksum-crc32"] = digest
+    ) -> dialect.Part:
+        """The whole object, or with a `query` a part of it."""
+        crc32 = await asyncio.to_thread(_crc32, body) if self._sends_checksums else ""
+        headers = {_CRC32: crc32} if crc32 else {}
         answer = await self._ask("PUT", name, query=query, headers=headers, body=body)
-        return self._done(answer, f"PUT {name}").headers.get("etag", "")
+        return dialect.Part(self._done(answer, f"PUT {name}").headers.get("etag", ""), crc32)
 
     async def _put_parts(self, name: str, body: Sequence[memoryview]) -> None:
         """Whatever ends it early, the parts that are there are given up."""
         asked = f"PUT {name} in parts"
-        answer = await self._ask("POST", name, query=[("uploads", "")], count_as="multipart")
+        # AWS takes no part with a checksum of which the start of the upload did not tell, and
+        # completes none that tells of one without those of all parts.
+        headers = {"x-amz-checksum-algorithm": "CRC32"} if self._sends_checksums else {}
+        answer = await self._ask(
+            "POST", name, query=[("uploads", "")], headers=headers, count_as="multipart"
+        )
         upload = ("uploadId", dialect.upload_id(self._done(answer, asked).body))
         try:
             total = sum(view.nbytes for view in body)
             part_bytes = max(min(_PART_BYTES, self._single_put_bytes), -(-total // _PARTS_MAX))
-            etags = [
+            uploaded = [
                 await self._put(name, part, [upload, ("partNumber", str(number))])
                 for number, part in enumerate(cut(body, part_bytes), 1)
             ]
@@ -201,7 +210,7 @@ class S3Store(ObjectStore):
                 "POST",
                 name,
                 query=[upload],
-                body=[memoryview(dialect.complete_request(etags))],
+                body=[memoryview(dialect.complete_request(uploaded))],
                 count_as="multipart",
             )
             if not dialect.is_completed(self._done(answer, asked).body):
