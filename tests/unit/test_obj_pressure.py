@@ -13,6 +13,7 @@ from memory_store import Bucket, MemoryStore
 from tiering.errors import TierError
 from tiering.testing.examples import blank, key_number, payload_of, stored, views
 from tiering.tiers.base import Failed, Read, Write
+from tiering.tiers.obj.pacing import LateError
 from tiering.tiers.obj.parts import ObjLimits
 from tiering.tiers.obj.store import (
     CredentialsError,
@@ -92,6 +93,62 @@ def test_a_store_that_refuses_everything_is_hardly_asked() -> None:
             assert await tier.write([key_number(99)], blank(1)) == [Write.REFUSED]
             assert await tier.contains([key_number(98)]) == [Read.BUSY]
             assert await tier.contains(KEYS) == [Read.HIT] * 64
+
+    simulated(main)
+
+
+@pytest.mark.parametrize("operation", ["contains", "write", "delete"])
+def test_a_search_in_many_rounds_ends_with_what_it_is_for(operation: str) -> None:
+    """Of a prefix whose end is not there, against a store that takes its time for each LIST."""
+
+    async def main() -> None:
+        bucket = Bucket()
+        store = make_store(bucket)
+        async with opened(store, LIMITS) as tier, opened(make_store(bucket), LIMITS) as other:
+            await stored(other, KEYS[:20])
+            store.seconds = 2.0
+            began = clock().now()
+            if operation == "contains":
+                assert await tier.contains(KEYS) == [Read.BUSY] * 64
+            elif operation == "write":
+                assert await tier.write(KEYS, blank(64)) == [Write.REFUSED] * 64
+            else:
+                # And one request that deletes them, whatever is known.
+                await tier.delete(KEYS)
+                began += 2.0
+                assert not any(name.endswith(".bin") for name in bucket.objects)
+            assert clock().now() - began == pytest.approx(5.0, abs=0.1)
+            assert store.under_way == 0
+
+    simulated(main)
+
+
+def test_a_question_is_shared_for_as_long_as_each_can_wait() -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+        async with opened(store, LIMITS) as tier:
+            store.seconds = 1.0
+            lookup = tier._opened.lookup  # type: ignore[union-attr]
+            now = clock().now()
+
+            async def find(at: int, seconds: float) -> tuple[object, float]:
+                (found,) = await lookup.find(KEYS[at : at + 1], now + seconds)
+                return found, clock().now() - now
+
+            # One that cannot wait for the answer to another's.
+            long, short = await asyncio.gather(find(0, 9.0), find(0, 0.5))
+            assert long == (False, pytest.approx(1.0))
+            assert (isinstance(short[0], LateError), short[1]) == (True, pytest.approx(0.5))
+            # One that can wait for longer than the other whose question it is.
+            now, before = clock().now(), len(store.asked)
+            short, long = await asyncio.gather(find(1, 0.5), find(1, 9.0))
+            assert (isinstance(short[0], LateError), short[1]) == (True, pytest.approx(0.5))
+            assert long == (False, pytest.approx(1.5))
+            assert len(store.asked) - before == 2
+            # And two that can.
+            now, before = clock().now(), len(store.asked)
+            assert await asyncio.gather(find(2, 9.0), find(2, 9.5)) == [(False, 1.0)] * 2
+            assert len(store.asked) - before == 1
 
     simulated(main)
 

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from tiering.clock import Clock
 from tiering.keys import by_group
 from tiering.tiers.obj.existence import ChainSearch, Existence
 from tiering.tiers.obj.names import ObjNames
-from tiering.tiers.obj.pacing import Lane, Pacer, at_once
+from tiering.tiers.obj.pacing import Lane, LateError, Pacer, at_once
 from tiering.tiers.obj.store import Listed, ObjectStore, Page, StoreError
 
 PAGE_NAMES = 1000
 
 Known = bool | StoreError
 """Whether a chunk is there, or why nobody could say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One under way, whose task ends by `deadline`."""
+
+    deadline: float
+    task: asyncio.Task[Known]
 
 
 class Lookup:
@@ -34,31 +43,31 @@ class Lookup:
         existence: Existence,
         pacer: Pacer,
         clock: Clock,
-        question_seconds: float,
+        page_seconds: float,
     ) -> None:
-        """`question_seconds`: how long one may take."""
+        """`page_seconds`: how long one of a listing may take."""
         self._store = store
         self._names = names
         self._object_bytes = object_bytes
         self._existence = existence
         self._pacer = pacer
         self._clock = clock
-        self._question_seconds = question_seconds
-        self._asked: dict[bytes, asyncio.Task[Known]] = {}
+        self._page_seconds = page_seconds
+        self._asked: dict[bytes, _Question] = {}
 
     def __repr__(self) -> str:
         return f"<Lookup {len(self._asked)} questions under way, {self._existence!r}>"
 
-    async def find(self, keys: Sequence[bytes]) -> list[Known]:
+    async def find(self, keys: Sequence[bytes], deadline: float) -> list[Known]:
         """Of each key, whether it is there. What is not known is searched for as a chain of each
-        group, all at once."""
+        group, all at once; a chain that is not done by `deadline` is LateError."""
         known: list[bool | None] = self._existence.ask(keys)
         unknown = [key for key, told in zip(keys, known, strict=True) if told is None]
         if not unknown:
             return [bool(told) for told in known]
         chains = by_group(dict.fromkeys(unknown))
         answers: dict[bytes, Known] = {}
-        for found in await at_once(map(self._search, chains)):
+        for found in await at_once(self._search(chain, deadline) for chain in chains):
             answers |= found
         pairs = zip(keys, known, strict=True)
         return [answers[key] if told is None else told for key, told in pairs]
@@ -102,13 +111,14 @@ class Lookup:
 
     async def close(self) -> None:
         """Call off what is under way."""
-        for task in list(self._asked.values()):
+        tasks = {question.task for question in self._asked.values()}
+        for task in tasks:
             task.cancel()
-        if self._asked:
-            await asyncio.wait(set(self._asked.values()))
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _page(self, token: str | None) -> Page:
-        deadline = self._clock.now() + self._question_seconds
+        deadline = self._clock.now() + self._page_seconds
         prefix = self._names.chunks
         page = await self._pacer.run(
             Lane.UPKEEP, deadline, lambda: self._store.page(prefix, token=token, limit=PAGE_NAMES)
@@ -125,14 +135,19 @@ class Lookup:
             and (key := self._names.key_of(listed.name)) is not None
         ]
 
-    async def _search(self, chain: list[bytes]) -> dict[bytes, Known]:
+    async def _search(self, chain: list[bytes], deadline: float) -> dict[bytes, Known]:
         search = ChainSearch(len(chain))
+        is_begun = False
         while places := search.questions:
-            answers = await at_once(self._ask(chain[place]) for place in places)
+            answers = await at_once(self._ask(chain[place], deadline) for place in places)
             for place, answer in zip(places, answers, strict=True):
+                if isinstance(answer, LateError) and is_begun:
+                    # It had what was left of the time: the store has answered before.
+                    answer = LateError("not all found out by its deadline", hangs=False)
                 if isinstance(answer, StoreError):
                     return dict.fromkeys(chain, answer)
                 search.answer(place, answer)
+            is_begun = True
         found = set(search.found)
         there = [key for place, key in enumerate(chain) if place in found]
         missing = [key for place, key in enumerate(chain) if place not in found]
@@ -145,21 +160,30 @@ class Lookup:
         told = zip(keys, self._existence.ask(keys), strict=True)
         return [key for key, known in told if known is None]
 
-    async def _ask(self, key: bytes) -> Known:
-        (known,) = self._existence.ask([key])
-        if known is not None:
-            return known
-        task = self._asked.get(key)
-        if task is None:
-            # Not in a TaskGroup: others may wait for it when its first asker is gone.
-            task = asyncio.get_running_loop().create_task(self._probe(key))
-            self._asked[key] = task
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
-        await asyncio.wait({task})
-        return task.result()
+    async def _ask(self, key: bytes, deadline: float) -> Known:
+        while True:
+            (known,) = self._existence.ask([key])
+            if known is not None:
+                return known
+            question = self._asked.get(key) or self._begin(key, deadline)
+            is_longer = question.deadline > deadline
+            patience = max(0.0, deadline - self._clock.now()) if is_longer else None
+            await asyncio.wait({question.task}, timeout=patience)
+            if not question.task.done():
+                return LateError("not done by its deadline: others wait for it", hangs=False)
+            answer = question.task.result()
+            # One that another had less time for says nothing about what we have time for.
+            if not isinstance(answer, LateError) or question.deadline >= deadline:
+                return answer
 
-    async def _probe(self, key: bytes) -> Known:
-        deadline = self._clock.now() + self._question_seconds
+    def _begin(self, key: bytes, deadline: float) -> _Question:
+        # Not in a TaskGroup: others may wait for it when its first asker is gone.
+        task = asyncio.get_running_loop().create_task(self._probe(key, deadline))
+        question = self._asked[key] = _Question(deadline, task)
+        task.add_done_callback(lambda _: self._asked.pop(key, None))
+        return question
+
+    async def _probe(self, key: bytes, deadline: float) -> Known:
         try:
             is_there = await self.size_of(key, deadline) == self._object_bytes
         except StoreError as error:

@@ -237,9 +237,12 @@ class ObjTier(Tier):
             yield self._opened
 
     async def _find(self, opened: Parts, keys: Sequence[bytes]) -> list[Known | Failed]:
-        """Of each key, whether it is there; Failed for what cannot be a key."""
+        """Of each key, whether it is there; Failed for what cannot be a key. Takes no longer than a
+        load may, however many questions that needs, so a store has time left for what it is for."""
         right = [key for key in keys if not why_not_a_key(key)]
-        told = iter(await opened.lookup.find(right))
+        limits = self._limits
+        seconds = min(limits.load_deadline_seconds, limits.store_deadline_seconds)
+        told = iter(await opened.lookup.find(right, self._clock.now() + seconds))
         if len(right) == len(keys):
             return list(told)
         return [
