@@ -265,6 +265,18 @@ def test_a_slow_request_is_not_called_hanging_where_others_are_answered() -> Non
     simulated(main)
 
 
+def test_what_has_hardly_any_time_left_says_nothing_about_the_store() -> None:
+    async def main() -> None:
+        pacer = make_pacer(1)
+        await asyncio.sleep(1.0)
+        for deadline, hangs in ((0.5, False), (1.9, False), (10.0, True)):
+            with pytest.raises(LateError) as late:
+                await pacer.run(Lane.STORE, deadline, after(1e6))
+            assert late.value.hangs == hangs
+
+    simulated(main)
+
+
 def test_no_pause_goes_beyond_the_deadline() -> None:
     async def main() -> None:
         pacer = make_pacer()

@@ -282,7 +282,7 @@ def test_a_question_about_a_short_body_ends_at_the_deadline_of_its_load() -> Non
                     store.seconds = 1000.0
                 return LengthError("ended early") if verb == "get" else None
 
-            before, store.script, store.seconds = store.counts["get"], script, 2.0
+            before, store.script, store.seconds = store.counts["get"], script, 1.5
             began = clock().now()
             (outcome,) = await tier.read(KEYS[:1], blank(1))
             assert isinstance(outcome, Failed)

@@ -41,9 +41,9 @@ class Lane(enum.IntEnum):
 
 
 class LateError(NotNowError):
-    """A request's deadline came first. `hangs`: it had been under way for half of its time at
-    least, and the store has answered none since; otherwise it waited for its turn or for its next
-    try, or others were quicker."""
+    """A request's deadline came first. `hangs`: it had been under way for half of its time and for
+    as long as the pacer wants, and the store has answered none since; otherwise it waited for its
+    turn or for its next try, had no time left, or others were quicker."""
 
     def __init__(self, message: str, *, hangs: bool) -> None:
         super().__init__(message)
@@ -145,15 +145,24 @@ class RetryBudget:
 
 
 class Pacer:
-    """Sends requests when it is their turn. `clock` is monotonic."""
+    """Sends requests when it is their turn. `clock` is monotonic. One that was cut off within
+    `hang_seconds` says nothing about the store: what was left of its time may be less than any
+    answer takes."""
 
     def __init__(
-        self, requests_max: int, clock: Clock, chance: random.Random, *, tries_max: int = 4
+        self,
+        requests_max: int,
+        clock: Clock,
+        chance: random.Random,
+        *,
+        tries_max: int = 4,
+        hang_seconds: float = 1.0,
     ) -> None:
         self._pace = Pace(requests_max, chance)
         self._budget = RetryBudget()
         self._clock = clock
         self._tries_max = tries_max
+        self._hang_seconds = hang_seconds
         self._waiting: dict[Lane, deque[asyncio.Future[None]]] = {lane: deque() for lane in Lane}
         self._turns = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -197,7 +206,7 @@ class Pacer:
             hangs = (
                 sent_at is not None
                 and self._answered_at <= sent_at
-                and self._clock.now() - sent_at >= (deadline - began) / 2
+                and self._clock.now() - sent_at >= max((deadline - began) / 2, self._hang_seconds)
             )
             why = "it does not answer" if hangs else "too slow, or asked for fewer requests"
             raise LateError(f"not done by its deadline: {why}", hangs=hangs) from None

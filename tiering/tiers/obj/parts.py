@@ -112,7 +112,8 @@ def build_parts(
     keys_max = max(KEYS_MAX, 2 * (objects_max or 0))
     existence = Existence(clock, absent_seconds=limits.absent_seconds, keys_max=keys_max)
     recency = Recency(today)
-    pacer = Pacer(limits.requests_max, clock, chance)
+    hang_seconds = min(1.0, limits.load_deadline_seconds / 2)
+    pacer = Pacer(limits.requests_max, clock, chance, hang_seconds=hang_seconds)
     lookup = Lookup(
         store, names, object_bytes, existence, pacer, clock, limits.load_deadline_seconds
     )
