@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -220,6 +221,60 @@ def test_a_store_does_not_wait_for_the_listing_of_a_large_namespace() -> None:
             await asyncio.sleep(300.0)
             assert await put(tier, NEW_KEYS) == [Write.STORED] * 4
             assert chunks_in(bucket) <= 10_000
+
+    simulated(main)
+
+
+class SlowDeletes(MemoryStore):
+    """One whose deletions take some seconds each, whatever else does."""
+
+    delete_seconds = 3.0
+
+    async def delete(self, names: Sequence[str]) -> list[str]:
+        await asyncio.sleep(self.delete_seconds)
+        return await super().delete(names)
+
+
+def overfull(objects: int) -> Bucket:
+    """What is left where `max_bytes` has been made smaller."""
+    bucket, names = Bucket(), ObjNames("kv", NAMESPACE.directory, 0)
+    for at in range(objects):
+        name = names.chunk(key_number(at))
+        bucket.objects[name], bucket.modified[name] = bytes(OBJECT_BYTES), TODAY - at
+    return bucket
+
+
+def test_a_store_does_not_wait_until_all_that_is_too_much_is_gone() -> None:
+    async def main() -> None:
+        store = SlowDeletes(overfull(4500))
+        few = ObjLimits(requests_max=8, max_bytes=100 * OBJECT_BYTES, store_deadline_seconds=5.0)
+        store.today = today().now
+        async with opened(store, few) as tier:
+            await asyncio.sleep(3.0)
+            assert tier.stats()["now_lease_held"] == 1
+            began = clock().now()
+            assert await put(tier, NEW_KEYS) == [Write.FULL] * 4
+            assert clock().now() - began == pytest.approx(5.0, abs=0.1)
+            await asyncio.sleep(30.0)
+            assert chunks_in(store.bucket) == 100
+            assert await put(tier, NEW_KEYS) == [Write.STORED] * 4
+
+    simulated(main)
+
+
+def test_closing_waits_for_no_deletion_that_hangs() -> None:
+    async def main() -> None:
+        store = SlowDeletes(overfull(200))
+        store.today, store.delete_seconds = today().now, 1e6
+        tier: ObjTier
+        async with opened(store, limits(100)) as tier:
+            await asyncio.sleep(3.0)
+            writing = asyncio.ensure_future(put(tier, NEW_KEYS))
+            await asyncio.sleep(1.0)
+            writing.cancel()
+            await asyncio.wait({writing})
+            began = clock().now()
+        assert clock().now() - began < 2.0
 
     simulated(main)
 

@@ -142,11 +142,12 @@ class Bound:
 
     # Room
 
-    async def book(self, count: int) -> int:
+    async def book(self, count: int, deadline: float) -> int:
         """Make room for `count` chunks: how many may be put. Each has to be `settle`d, in the turn
         of the loop in which it becomes known, or it counts twice and others go for it. Whoever may
-        not delete has room for all: the holder of the lease brings it back."""
-        while (lacking := self._excess(count)) > 0 and await self._evict(lacking):
+        not delete has room for all: the holder of the lease brings it back. What is not deleted by
+        `deadline` goes on being deleted, and there is room for those who come later."""
+        while (lacking := self._excess(count)) > 0 and await self._evict(lacking, deadline):
             pass
         granted = max(0, count - self._excess(count))
         self._booked += granted
@@ -163,6 +164,8 @@ class Bound:
 
     async def close(self) -> None:
         if self._evicting is not None:
+            # Nobody waits for it any more, and a store that hangs must not hold up the end.
+            self._evicting.cancel()
             await asyncio.wait({self._evicting})
 
     def _excess(self, coming: int) -> int:
@@ -170,8 +173,9 @@ class Bound:
             return 0
         return len(self._existence) + self._booked + coming - self._objects_max
 
-    async def _evict(self, lacking: int) -> int:
-        """Delete at least one batch; how many went. Whoever asks meanwhile waits for the same."""
+    async def _evict(self, lacking: int, deadline: float | None = None) -> int:
+        """Delete at least one batch; how many went, none where that is not known by `deadline`.
+        Whoever asks meanwhile waits for the same."""
         evicting = self._evicting
         if evicting is None or evicting.done():
             # A twentieth more than is lacking now, so that not every write waits for a request.
@@ -179,8 +183,9 @@ class Bound:
             # Not in a TaskGroup: several may wait for it, and a cancelled one must not end it.
             evicting = asyncio.get_running_loop().create_task(self._delete_oldest(count))
             self._evicting = evicting
-        await asyncio.wait({evicting})
-        return evicting.result()
+        patience = None if deadline is None else max(0.0, deadline - self._clock.now())
+        await asyncio.wait({evicting}, timeout=patience)
+        return evicting.result() if evicting.done() else 0
 
     async def _delete_oldest(self, count: int) -> int:
         victims = self._victims(count)

@@ -161,7 +161,7 @@ class ObjTier(Tier):
             known = await self._find(opened, keys)
             outcomes = list(map(opened.chunks.not_written, keys, known))
             wanted = [at for at, each in enumerate(known) if each is False]
-            async with _booked(opened.bound, len(wanted)) as booking:
+            async with _booked(opened.bound, len(wanted), deadline) as booking:
                 written = await at_once(
                     booking.put(opened.chunks, keys[at], buffers[at], deadline)
                     for at in wanted[: booking.granted]
@@ -354,9 +354,10 @@ class _Booking:
 
 
 @asynccontextmanager
-async def _booked(bound: Bound | None, wanted: int) -> AsyncIterator[_Booking]:
-    """Room for as many of `wanted` chunks as may be put, which has to be done within the block."""
-    booking = _Booking(bound, wanted if bound is None else await bound.book(wanted))
+async def _booked(bound: Bound | None, wanted: int, deadline: float) -> AsyncIterator[_Booking]:
+    """Room by `deadline` for as many of `wanted` chunks as may be put, which has to be done within
+    the block."""
+    booking = _Booking(bound, wanted if bound is None else await bound.book(wanted, deadline))
     try:
         yield booking
     finally:
