@@ -174,3 +174,23 @@ def test_a_clock_that_is_wrong_is_no_matter_of_rights() -> None:
     told = str(dialect.refusal("GET a", Answer(403, {}, page)))
     assert "clock" in told
     assert "policy" not in told
+
+
+def a_listing(is_cut: str, token: str) -> bytes:
+    entry = (
+        "<Contents><Key>a+b</Key><Size>1</Size>"
+        "<LastModified>2026-01-02T03:04:05.000Z</LastModified></Contents>"
+    )
+    about = f"<IsTruncated>{is_cut}</IsTruncated>{token}"
+    return f"<ListBucketResult>{about}{entry}</ListBucketResult>".encode()
+
+
+def test_a_listing_that_is_cut_has_to_tell_how_it_goes_on() -> None:
+    """As version 1 of LIST does not, which an old store speaks whatever it is asked for."""
+    for token in ("", "<NextContinuationToken/>", "<NextMarker>b</NextMarker>"):
+        assert dialect.listing(a_listing("false", token)).token is None
+        with pytest.raises(StoreError, match="does not tell how it goes on"):
+            dialect.listing(a_listing("true", token))
+    page = a_listing("true", "<NextContinuationToken>t</NextContinuationToken>")
+    assert dialect.listing(page).token == "t"
+    assert [listed.name for listed in dialect.listing(page).objects] == ["a+b"]

@@ -159,8 +159,13 @@ def listing(body: bytes) -> Page:
             objects.append(Listed(unquote_plus(name) if is_quoted else name, size_bytes, modified))
     except (ValueError, OverflowError) as error:
         raise StoreError(f"a listing has an entry that makes no sense: {error}") from error
-    is_cut = root.findtext("{*}IsTruncated") == "true"
-    return Page(objects, root.findtext("{*}NextContinuationToken") or None if is_cut else None)
+    if root.findtext("{*}IsTruncated") != "true":
+        return Page(objects, None)
+    token = root.findtext("{*}NextContinuationToken")
+    if not token:
+        # Taken for the last page, it would say of all others' chunks that they are gone.
+        raise StoreError("a listing is cut and does not tell how it goes on: no ListObjectsV2?")
+    return Page(objects, token)
 
 
 def delete_request(names: Sequence[str]) -> bytes:
