@@ -16,6 +16,7 @@ from scripted_s3 import Fault, ScriptedS3
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError
 from tiering.tiers.obj import probe
+from tiering.tiers.obj.credentials import Wallet
 from tiering.tiers.obj.s3 import S3Store
 from tiering.tiers.obj.store import CredentialsError
 
@@ -168,3 +169,27 @@ async def test_while_one_request_renews_keys_the_others_go_on_with_them(
     aws.with_name("go").touch()
     assert await first == b"body"
     await store.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "region"),
+    [
+        ("s3.eu-central-1.amazonaws.com", "eu-central-1"),
+        ("s3-us-west-2.amazonaws.com", "us-west-2"),
+        ("s3.dualstack.ap-southeast-2.amazonaws.com", "ap-southeast-2"),
+        ("s3-fips.us-gov-west-1.amazonaws.com", "us-gov-west-1"),
+        ("s3-fips.dualstack.us-east-2.amazonaws.com", "us-east-2"),
+        ("bucket.vpce-1a2b3c4d-5e6f.s3.us-east-1.vpce.amazonaws.com", "us-east-1"),
+        ("s3.cn-north-1.amazonaws.com.cn", "cn-north-1"),
+        ("s3.amazonaws.com", "eu-south-2"),
+        ("minio.s3.eu-central-1.example", "eu-south-2"),
+    ],
+)
+def test_the_region_is_that_of_an_aws_endpoint_or_of_awss_environment(
+    endpoint: str, region: str, aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-south-2")
+    found = BucketConfig(bucket="kv", endpoint_override=endpoint)
+    assert Wallet(found).region() == region
+    given = BucketConfig(bucket="kv", endpoint_override=endpoint, region="us-west-1")
+    assert Wallet(given).region() == "us-west-1"

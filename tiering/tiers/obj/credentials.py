@@ -21,7 +21,10 @@ from tiering.config.obj import BucketConfig, is_one_word
 from tiering.tiers.obj.dialect import shown
 from tiering.tiers.obj.store import CredentialsError
 
-_AWS_REGION = re.compile(r"\bs3[.-]((?:[a-z]+-)+\d+)\.amazonaws\.com")
+# Also of endpoints for FIPS, for IPv6 and of interfaces in a VPC.
+_AWS_REGION = re.compile(
+    r"\bs3(?:-fips)?[.-](?:dualstack\.)?((?:[a-z]+-)+\d+)(?:\.vpce)?\.amazonaws\.com"
+)
 DEFAULT_REGION = "us-east-1"
 _WAY_OUT = (
     "write access_key and secret_key, or provide credentials where AWS's tools find them: "
