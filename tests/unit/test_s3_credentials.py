@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -193,3 +194,67 @@ def test_the_region_is_that_of_an_aws_endpoint_or_of_awss_environment(
     assert Wallet(found).region() == region
     given = BucketConfig(bucket="kv", endpoint_override=endpoint, region="us-west-1")
     assert Wallet(given).region() == "us-west-1"
+
+
+class Identities:
+    """The services that AWS's tools ask for the keys of a workload or a host, at one address."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def keys(self) -> dict[str, str]:
+        ends = (datetime.now(UTC) + NEVER).strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = {"AccessKeyId": "lent", "SecretAccessKey": "hushhush", "Expiration": ends}
+        return {**keys, "Token": "a-session", "SessionToken": "a-session", "Code": "Success"}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if length := re.search(r"content-length: (\d+)", head.lower()):
+            await reader.readexactly(int(length[1]))
+        method, path, _ = head.split(" ", 2)
+        self.asked.append(f"{method} {path}")
+        lent = "".join(f"<{name}>{text}</{name}>" for name, text in self.keys().items())
+        answers = {
+            "POST /": f"<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult>"
+            f"<Credentials>{lent}</Credentials><AssumedRoleUser><Arn>a</Arn></AssumedRoleUser>"
+            "</AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>",
+            "GET /pod": json.dumps(self.keys()),
+            "PUT /latest/api/token": "a-token",
+            "GET /latest/meta-data/iam/security-credentials/": "a-role",
+            "GET /latest/meta-data/iam/security-credentials/a-role": json.dumps(self.keys()),
+        }
+        body = answers.get(f"{method} {path}", "").encode()
+        status = "200 OK" if body else "404 None"
+        about = f"Content-Length: {len(body)}\r\nConnection: close\r\n"
+        writer.write(f"HTTP/1.1 {status}\r\n{about}\r\n".encode() + body)
+        writer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["web identity", "pod identity", "instance"])
+async def test_a_workload_or_a_host_lends_its_identity(
+    kind: str, server: ScriptedS3, aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities = Identities()
+    served = await asyncio.start_server(identities.serve, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{served.sockets[0].getsockname()[1]}"
+    if kind == "web identity":
+        workload(aws, server, monkeypatch).write_text("a token")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", address)
+    elif kind == "pod identity":
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{address}/pod")
+    else:
+        monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", address)
+    server.accepted = {"lent"}
+    store = make_store(server)
+    await store.open()
+    assert await get(store) == b"body"
+    assert identities.asked
+    assert all(asked.headers["x-amz-security-token"] == "a-session" for asked in server.asked)
+    asked = len(identities.asked)
+    assert await get(store) == b"body"
+    assert len(identities.asked) == asked
+    await store.close()
+    served.close()
+    await served.wait_closed()
