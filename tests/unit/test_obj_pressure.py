@@ -316,6 +316,33 @@ def test_a_store_that_throttles_at_start_is_asked_until_the_deadline_and_not_sto
     simulated(main)
 
 
+@pytest.mark.parametrize("load_deadline_seconds", [5.0, 3600.0])
+def test_the_first_listing_holds_up_no_start_beyond_the_same_deadline(
+    load_deadline_seconds: float,
+) -> None:
+    class Hanging(MemoryStore):
+        """As long as it lists anything."""
+
+        async def page(self, prefix: str, **asked: Any) -> Page:
+            await asyncio.sleep(1e6)
+            raise AssertionError
+
+    async def main() -> None:
+        store = Hanging()
+        limits = ObjLimits(requests_max=4, load_deadline_seconds=load_deadline_seconds)
+        seconds = min(load_deadline_seconds, 30.0)
+
+        def script(verb: str, name: str) -> Exception | None:
+            return None if clock().now() > 0.7 * seconds else ThrottledError("503 SlowDown")
+
+        store.script = script
+        async with opened(store, limits) as tier:
+            assert clock().now() == pytest.approx(seconds, abs=0.1)
+            assert tier.stats()["walks"] == 0
+
+    simulated(main)
+
+
 def test_a_listing_that_goes_in_circles_breaks_off() -> None:
     class Circling(MemoryStore):
         """Says the same of where to go on each time, as stores do that do not know how."""

@@ -46,6 +46,9 @@ from tiering_kernels.chunkio import HEADER_BYTES
 
 Result = TypeVar("Result")
 
+OPEN_SECONDS_MAX = 30.0
+"""How long a store that asks for fewer requests is asked again at the start."""
+
 COUNTERS = ("stored", "already_there", "full", "refused", "write_errors", "read_errors")
 
 _WRITE_COUNTERS: dict[WriteOutcome, str] = {
@@ -123,10 +126,13 @@ class ObjTier(Tier):
         try:
             try:
                 await self._store.open()
-                await self._agree(opened.pacer)
+                # One deadline for all that follows: whoever opens it waits for a minute.
+                seconds = min(self._limits.load_deadline_seconds, OPEN_SECONDS_MAX)
+                deadline = self._clock.now() + seconds
+                await self._agree(opened.pacer, deadline)
             except StoreError as error:
                 raise TierError(self.name, None, f"cannot be opened: {error}") from error
-            await opened.walker.begin(self._limits.load_deadline_seconds)
+            await opened.walker.begin(max(0.0, deadline - self._clock.now()))
         except BaseException:
             await opened.let_go()
             raise
@@ -295,11 +301,10 @@ class ObjTier(Tier):
             lambda keys: self._removed(keys),
         )
 
-    async def _agree(self, pacer: Pacer) -> None:
-        """Leave the namespace's description in config.json, or find it there."""
+    async def _agree(self, pacer: Pacer, deadline: float) -> None:
+        """Leave the namespace's description in config.json, or find it there, by `deadline`."""
         description, name = self._namespace.describe(), self._names.config
         content = orjson.dumps(description, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        deadline = self._clock.now() + self._limits.load_deadline_seconds
 
         async def insist(request: Callable[[], Awaitable[Result]]) -> Result:
             """Many engines that start at once are asked to slow down, and that is no failure."""
