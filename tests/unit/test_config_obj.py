@@ -81,6 +81,7 @@ REFUSED = {
     "a login": (
         {"endpoint_override": "me:hushhush@h"}, "endpoint_override", "a login", "access_key",
     ),
+    "no text": ({"endpoint_override": "h\ud800"}, "endpoint_override", "valid string", "s3.eu"),
     "no endpoint": ({"endpoint_override": ""}, "endpoint_override", "no host", "minio.example"),
     "a bracket too few": ({"endpoint_override": "[::1"}, "endpoint_override", "IPv6", "[::1]:9000"),
     "no address": ({"endpoint_override": "[h]:1"}, "endpoint_override", "IPv6", "[::1]:9000"),

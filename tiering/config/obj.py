@@ -185,9 +185,10 @@ class BucketConfig(Settings):
         for key in _SECRETS:
             if not isinstance(data.get(key, ""), str | SecretStr):
                 raise refused("must be text", "write it in quotes", key, Shown("hidden"))
-        if not isinstance(data.get("endpoint_override"), str):
-            return data
-        scheme, host = _split_endpoint(data["endpoint_override"], data.get("scheme"))
+        given = data.get("endpoint_override")
+        if not isinstance(given, str) or given.encode(errors="ignore").decode() != given:
+            return data  # of which the key's own type says what is wrong
+        scheme, host = _split_endpoint(given, data.get("scheme"))
         return data | {"endpoint_override": host} | ({"scheme": scheme} if scheme else {})
 
     @model_validator(mode="after")
