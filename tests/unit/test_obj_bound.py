@@ -18,7 +18,7 @@ from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Pacer
 from tiering.tiers.obj.parts import ObjLimits
 from tiering.tiers.obj.recency import Recency
-from tiering.tiers.obj.store import NotNowError
+from tiering.tiers.obj.store import LengthError, NotNowError
 from tiering.tiers.obj.tier import ObjTier
 from tiering.tiers.obj.uses import UseNotes
 from virtual import NAMESPACE, OBJECT_BYTES, TODAY, clock, make_store, opened, simulated, today
@@ -404,5 +404,34 @@ def test_a_note_that_is_broken_or_from_the_future_changes_nothing() -> None:
             store.bucket.objects[name], store.bucket.modified[name] = body, TODAY
         await make_notes(store, "b", ours).gather()
         assert ours.of(KEYS[:3]).tolist() == before
+
+    simulated(main)
+
+
+def test_a_note_that_is_replaced_while_it_is_read_takes_no_other_along() -> None:
+    async def main() -> None:
+        store = make_store(Bucket())
+        await store.open()
+        ours = Recency(today())
+        for at, engine in enumerate("abc"):
+            theirs = Recency(today())
+            theirs.used(KEYS[at : at + 1])
+            await make_notes(store, engine, theirs).leave()
+
+        def script(verb: str, name: str) -> Exception | None:
+            if verb == "get" and name.endswith("/a.msgpack"):
+                return LengthError("an object is 70 bytes long, not 60")
+            return None
+
+        store.script = script
+        hearing = make_notes(store, "d", ours)
+        await hearing.gather()
+        assert [tick >= 0 for tick in ours.of(KEYS[:3]).tolist()] == [False, True, True]
+        # What came in its place is heard of with the next listing.
+        store.script = lambda verb, name: None
+        name = next(name for name in store.bucket.objects if name.endswith("/a.msgpack"))
+        store.bucket.modified[name] += 1.0
+        await hearing.gather()
+        assert [tick >= 0 for tick in ours.of(KEYS[:3]).tolist()] == [True] * 3
 
     simulated(main)

@@ -19,7 +19,7 @@ from tiering.keys import GROUP_BYTES, KEY_BYTES_MAX
 from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, Pacer
 from tiering.tiers.obj.recency import Recency
-from tiering.tiers.obj.store import Listed, ObjectStore, StoreError
+from tiering.tiers.obj.store import LengthError, Listed, ObjectStore, StoreError
 
 log = logging.getLogger("tiering")
 
@@ -100,7 +100,11 @@ class UseNotes:
         if not 0 < listed.size_bytes <= NOTE_BYTES_MAX:
             return
         body = bytearray(listed.size_bytes)
-        if not await self._run(lambda: self._store.get(listed.name, (memoryview(body),))):
+        try:
+            if not await self._run(lambda: self._store.get(listed.name, (memoryview(body),))):
+                return
+        except LengthError:
+            # Replaced since it was listed: the next listing has what came in its place.
             return
         try:
             note = msgspec.msgpack.decode(body, type=_Note)
