@@ -45,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TieringError as error:
         print(f"tiering-bench: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        # What is measured against, or served, is in no extra that a user has to have.
+        missing = f"needs a package that is not installed: {error.name}"
+        remedy = "run it in the .venv of a checkout, which make sets up with all of them"
+        print(f"tiering-bench: {missing}; {remedy}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code

@@ -354,7 +354,7 @@ def require_vllm() -> None:
         version("vllm")
     except PackageNotFoundError:
         raise ConfigError(
-            "--ours-only", "absent", "vLLM is not installed here", "--ours-only, or install vLLM"
+            "--ours-only", None, "vLLM is not installed here", "give --ours-only, or install vLLM"
         ) from None
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import orjson
@@ -134,6 +135,9 @@ def verdicts(sizes: dict[int, Figures], lookup: Sequence[float]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """`tiering-bench tiers --tier p2p`, its options as they were given."""
+    if find_spec("zmq") is None:
+        told = "needs a package that is not installed: pyzmq"
+        raise ConfigError("--tier", "p2p", told, "run pip install 'kv-tiering[p2p]'")
     args.sizes, args.bytes = args.sizes or SIZES, args.bytes or BYTES
     sizes = [report.size_bytes(text) for text in args.sizes.split(",")]
     limit_bytes = report.size_bytes(args.bytes)

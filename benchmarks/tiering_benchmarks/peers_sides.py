@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from tiering.peers.addresses import Address
 from tiering.peers.agreement import Introduction
 from tiering.peers.auth import SharedKey
 from tiering.peers.calls import Guest, Peer
-from tiering.peers.control import ControlPlane, new_engine_id
 from tiering.peers.messages import Fetch, Lookup, Reference, keys_of
 from tiering.peers.rounds import Round
 from tiering.peers.transports.base import Link, Moved, Served, Transport
@@ -34,6 +34,9 @@ from tiering.peers.transports.tcp import TcpTransport
 from tiering.testing.producer import SESSION, TOKEN, Producer
 from tiering.testing.rowspace import RowSpace, holds
 from tiering_benchmarks.tiers_run import WrongAnswer
+
+if TYPE_CHECKING:
+    from tiering.peers.control import ControlPlane
 
 BARE, TCP, NIXL, MEMCPY, SHM = "bare tcp", "tcp", "nixl", "memcpy", "shm"
 SIDES = (BARE, TCP, NIXL, MEMCPY, SHM)
@@ -161,7 +164,7 @@ async def side(name: str, rows: int, row_bytes: int) -> AsyncIterator[Side]:
 async def control(keys: int) -> AsyncIterator[Peer]:
     """Another process that holds every other key of `lookup_keys(keys)`."""
     with _Helper(_answer_lookups, keys, 0) as helper:
-        plane = ControlPlane(_introduction(), _Shelf(), _HERE, _KEY)
+        plane = _plane(_Shelf())
         async with plane:
             yield await plane.peer(Address("127.0.0.1", helper.port))
 
@@ -222,13 +225,17 @@ def lookup_keys(count: int) -> list[bytes]:
     return [number.to_bytes(36, "big") for number in range(count)]
 
 
-def _introduction() -> Introduction:
-    return Introduction(new_engine_id(), 1, bytes(32), {}, "", 1, 4096)
+def _plane(shelf: _Shelf) -> ControlPlane:
+    # It takes ZeroMQ, which no other benchmark needs.
+    from tiering.peers.control import ControlPlane, new_engine_id
+
+    introduction = Introduction(new_engine_id(), 1, bytes(32), {}, "", 1, 4096)
+    return ControlPlane(introduction, shelf, _HERE, _KEY)
 
 
 def _answer_lookups(pipe: Connection, keys: int, unused: int) -> None:
     async def serve() -> None:
-        async with ControlPlane(_introduction(), _Shelf(keys), _HERE, _KEY) as plane:
+        async with _plane(_Shelf(keys)) as plane:
             pipe.send(plane.address.port)
             ended = asyncio.Event()
             asyncio.get_running_loop().add_reader(pipe.fileno(), ended.set)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,9 @@ import tiering
 
 HEAVY = {"aiofiles", "msgspec", "numpy", "orjson", "pydantic", "torch", "vllm", "xxhash"}
 TOO_LONG_SECONDS = 0.3
+# What extras and servers bring, by the names that are imported.
+BROUGHT = ("aiobotocore", "aiohttp", "boto3", "botocore", "cuda", "hypothesis", "nixl", "obstore")
+BROUGHT += ("pytest", "safetensors", "torch", "transformers", "triton", "vllm", "yarl", "zmq")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -45,6 +49,40 @@ def test_settings_and_errors_load_no_framework() -> None:
 def test_the_command_loads_what_it_needs_when_it_needs_it() -> None:
     loaded = loaded_by("import tiering.cli\ntiering.cli._parser().format_help()")
     assert loaded.isdisjoint(HEAVY - {"orjson"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "arguments", "code", "told"),
+    [
+        ("tiering.cli", ["--help"], 0, ""),
+        ("tiering_benchmarks.cli", ["--help"], 0, ""),
+        (
+            "tiering_benchmarks.cli",
+            ["tiers", "--tier", "p2p"],
+            2,
+            "pyzmq; run pip install 'kv-tiering[p2p]'",
+        ),
+        ("tiering_benchmarks.cli", ["model", "unmade"], 2, "not installed: torch; run it in"),
+    ],
+)
+def test_commands_without_any_extra(
+    module: str, arguments: list[str], code: int, told: str, tmp_path: Path
+) -> None:
+    """They say what they are, and what is missing only to whoever needs it."""
+    program = (
+        f"import importlib.util, sys\n"
+        f"sys.modules.update(dict.fromkeys({BROUGHT}))\n"
+        f"find = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name in {BROUGHT} else find(name)\n"
+        f"from {module} import main\n"
+        f"sys.exit(main({arguments}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert told in done.stderr
 
 
 @pytest.mark.slow
