@@ -17,6 +17,7 @@ import pytest
 
 import segment_places
 from tiering.cli import main
+from tiering.config import EXTRA_CONFIG
 from tiering.keys import chunk_key
 from tiering.testing.examples import example_namespace, stored
 from tiering.tiers.disk import mounts
@@ -78,6 +79,19 @@ def test_config_shows_each_value_and_where_it_comes_from(tmp_path: Path, capsys:
     assert err == ""
 
 
+def test_config_shows_each_of_several_engines(capsys: Output) -> None:
+    second = {"kv_connector": "OffloadingConnector"}
+    second |= {EXTRA_CONFIG: {"spec_name": "TieredOffloadingSpec", "cpu_bytes_to_use": 1 << 20}}
+    several = {"kv_connector": "MultiConnector", EXTRA_CONFIG: {"connectors": [WHOLE, second]}}
+    assert main(["config", json.dumps(several)]) == 0
+    out = capsys.readouterr().out
+    for place in (0, 1):
+        where = f"{EXTRA_CONFIG}.connectors[{place}].{EXTRA_CONFIG}"
+        assert f"valid connector configuration at {where}\n" in out
+    assert "10737418240 (10 GiB)" in out
+    assert "1048576 (1 MiB)" in out
+
+
 @pytest.mark.parametrize("given", [GOOD, WHOLE])
 def test_config_takes_the_extra_config_alone_or_the_whole(
     given: dict[str, object], capsys: Output
@@ -130,6 +144,28 @@ BAD_TEXTS = {
     "whole without keys": (
         '{"kv_connector": "TieredConnector"}',
         "kv_connector_extra_config.cpu_bytes_to_use = (absent)",
+        '"cpu_bytes_to_use": 10737418240',
+    ),
+    "whole of another connector": (
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+        "kv_connector = 'NixlConnector': is not this engine",
+        'write "TieredConnector"',
+    ),
+    "vLLM's own spec": (
+        '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": '
+        '{"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1}}',
+        "kv_connector = 'OffloadingConnector': is not this engine",
+        '"spec_name": "TieredOffloadingSpec"',
+    ),
+    "whole without a connector": (
+        '{"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}',
+        "kv_connector = None: is not this engine",
+        'write "TieredConnector"',
+    ),
+    "a child of a MultiConnector": (
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": '
+        '[{"kv_connector": "NixlConnector"}, {"kv_connector": "TieredConnector"}]}}',
+        "kv_connector_extra_config.connectors[1].kv_connector_extra_config.cpu_bytes_to_use",
         '"cpu_bytes_to_use": 10737418240',
     ),
     "whole with no object": (

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tiering.errors import ConfigError
 from tiering.peers.addresses import Address
-from tiering_connectors.vllm.checking import has_peers
+from tiering_connectors.vllm.checking import check_settings, has_peers
 from tiering_connectors.vllm.roles import NO_ROLES, RoleError, Roles
 
 DECODER = {"kv_request_id": "7"}
@@ -97,3 +98,22 @@ def test_only_engines_with_a_tier_of_peers_are_asked() -> None:
     other = {"kv_connector": "NixlConnector"}
     assert has_peers(config("MultiConnector", {"connectors": [other, ours]}))
     assert not has_peers(config("MultiConnector", {"connectors": [other]}))
+
+
+def test_settings_of_every_engine_are_checked_and_no_other() -> None:
+    good, bad = {"cpu_bytes_to_use": 1 << 20}, {"cpu_bytes_to_use": "1g"}
+    told = "kv_connector_extra_config.cpu_bytes_to_use = '1g': must be a whole number"
+    check_settings(None)
+    check_settings(config("TieredConnector", good))
+    check_settings(config("OffloadingConnector", bad))
+    check_settings(config("NixlConnector", None))
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        check_settings(config("TieredConnector", bad))
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        check_settings(config("OffloadingConnector", {"spec_name": "TieredOffloadingSpec", **bad}))
+    children = [
+        {"kv_connector": "TieredConnector", "kv_connector_extra_config": extra}
+        for extra in (good, bad)
+    ]
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.connectors\[1\]\.kv_"):
+        check_settings(config("MultiConnector", {"connectors": children}))

@@ -84,3 +84,14 @@ def test_a_server_ends_with_the_sentence_in_its_log(
     )
     with pytest.raises(ServerFailed, match=rf"{KEY}\.block_size = 40: is not a multiple of the 32"):
         server.start()
+
+
+def test_a_server_refuses_settings_before_it_has_an_engine(
+    make_server: ServerFactory, tmp_path: Path
+) -> None:
+    """So before weights are loaded, which takes minutes, and not deep in the log of three
+    processes."""
+    server = make_server(connector=connector_config(tmp_path, ROOMY_BYTES, blocks_per_chunck=2))
+    with pytest.raises(ServerFailed, match=rf"ConfigError: {KEY}\.blocks_per_chunck = 2: "):
+        server.start()
+    assert "EngineCore" not in server.log.read_text()

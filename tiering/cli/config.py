@@ -15,6 +15,7 @@ from tiering.config import (
     EngineConfig,
     StoreConfig,
     effective,
+    engines,
     load_json,
     parse,
 )
@@ -31,31 +32,49 @@ def run(arguments: argparse.Namespace) -> int:
         return exits.OK
     text, origin = read_source(arguments.source)
     try:
-        model = _parsed(model_class, text)
+        models = [(where, parse(model_class, given, where)) for where, given in _settings(text)]
     except ConfigError as error:
         if arguments.json:
             wrong = {"path": error.path, "message": str(error)}
             words.print_json({"valid": False, "kind": arguments.kind, "error": wrong})
         raise
-    came_from = {"set": origin, "default": "default"}
-    settings = [(path, value, came_from[how]) for path, value, how in effective(model)]
-    if arguments.json:
-        listed = [dict(zip(("path", "value", "from"), each, strict=True)) for each in settings]
-        told = {"valid": True, "kind": arguments.kind, "config": model.model_dump()}
-        words.print_json({**told, "settings": listed})
-        return exits.OK
-    print(f"valid {arguments.kind} configuration")
-    rows = [(path, _value(path, value), source) for path, value, source in settings]
-    words.print_table([("key", "value", "from"), *rows])
+    for where, model in models:
+        at = where if len(models) > 1 else ""
+        _show(model, arguments.kind, origin, at, arguments.json)
     return exits.OK
 
 
-def _parsed(model_class: type[EngineConfig], text: bytes | str) -> EngineConfig:
-    """The settings in `text`, which may also be the whole of vLLM's --kv-transfer-config."""
+def _show(model: EngineConfig, kind: str, origin: str, at: str, as_json: bool) -> None:
+    """Every value in effect; `at` is where the settings are, if there are others."""
+    came_from = {"set": origin, "default": "default"}
+    settings = [(path, value, came_from[how]) for path, value, how in effective(model)]
+    if as_json:
+        listed = [dict(zip(("path", "value", "from"), each, strict=True)) for each in settings]
+        told = {"valid": True, "kind": kind, **({"at": at} if at else {})}
+        words.print_json({**told, "config": model.model_dump(), "settings": listed})
+        return
+    print(f"valid {kind} configuration" + (f" at {at}" if at else ""))
+    rows = [(path, _value(path, value), source) for path, value, source in settings]
+    words.print_table([("key", "value", "from"), *rows])
+
+
+def _settings(text: bytes | str) -> list[tuple[str, object]]:
+    """The settings in `text`, with the path to them: it is these, or the whole of vLLM's
+    --kv-transfer-config, with any number of them."""
     data = load_json(text)
-    if isinstance(data, dict) and "kv_connector" in data:
-        return parse(model_class, data.get(EXTRA_CONFIG, {}), EXTRA_CONFIG)
-    return parse(model_class, data)
+    if not isinstance(data, dict) or not ({"kv_connector", EXTRA_CONFIG} & data.keys()):
+        return [("", data)]
+    name = data.get("kv_connector")
+    found = list(engines(name, data.get(EXTRA_CONFIG, {})))
+    if not found:
+        raise ConfigError(
+            "kv_connector",
+            name,
+            "is not this engine, and has none in it",
+            'write "TieredConnector", or "OffloadingConnector" with "spec_name": '
+            '"TieredOffloadingSpec" in its kv_connector_extra_config',
+        )
+    return found
 
 
 def read_source(source: str) -> tuple[bytes | str, str]:

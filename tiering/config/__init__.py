@@ -1,7 +1,7 @@
 """Settings as plain data: what each key means, and what is refused before anything starts.
 
 `settings` has the models of an engine, `tiers`, `obj` and `p2p` those of its tiers, `anytier`,
-`pressure` and `fields` what they share;
+`pressure` and `fields` what they share; `transfer` finds them in vLLM's configuration;
 `problems` turns whatever is wrong into one ConfigError that a user can act on. Reads no file, no
 clock and no environment.
 """
@@ -20,6 +20,7 @@ from tiering.config.settings import (
     parse,
 )
 from tiering.config.tiers import FsTierConfig, TierConfig, UserTierConfig
+from tiering.config.transfer import engines
 
 __all__ = [
     "EXTRA_CONFIG",
@@ -35,6 +36,7 @@ __all__ = [
     "TierConfig",
     "UserTierConfig",
     "effective",
+    "engines",
     "load_json",
     "parse",
 ]

@@ -1,28 +1,47 @@
-"""Requests whose roles cannot be meant are refused where clients hear of it: before the engine.
+"""What a user has written wrongly is refused where the user hears of it: before the engine.
 
-vLLM asks no connector about a request before the engine has it, where it is too late for an answer
-that a client could read. So its InputProcessor, which refuses what else is wrong with a request, is
-made to look at this, too; where it is another than we know, the engine still ignores such roles.
+vLLM makes its connector when the weights are loaded, in processes whose errors end up deep in a
+log, and asks none about a request before the engine has it. So its InputProcessor, which is made
+before the engine's processes, and refuses what else is wrong with a request, is made to look at
+settings and at the roles of requests, too. Where it is another than we know, the connector still
+refuses such settings, and the engine ignores such roles.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from tiering.config import ConnectorConfig, engines, parse
 from tiering_connectors.vllm.roles import RoleError, Roles
 
-_OURS = ("TieredConnector", "TieredOffloadingSpec")
 
-
-def refuse_wrong_roles() -> None:
+def refuse_early() -> None:
     """Once for each process; it is called by vLLM's plugin entry point."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    original = InputProcessor.process_inputs
-    if getattr(original, "checks_roles", False):
+    if getattr(InputProcessor, "checks_for_tiering", False):
         return
+    _refuse_wrong_settings(InputProcessor)
+    _refuse_wrong_roles(InputProcessor)
+    InputProcessor.checks_for_tiering = True
+
+
+def _refuse_wrong_settings(processor: Any) -> None:
+    original = processor.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("vllm_config", args[0] if args else None)
+        check_settings(getattr(given, "kv_transfer_config", None))
+        original(self, *args, **kwargs)
+
+    processor.__init__ = init
+
+
+def _refuse_wrong_roles(processor: Any) -> None:
+    original = processor.process_inputs
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,34 +54,32 @@ def refuse_wrong_roles() -> None:
                 raise _refusal(str(error)) from None
         return original(self, *args, **kwargs)
 
-    process_inputs.checks_roles = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
+    processor.process_inputs = process_inputs
+
+
+def check_settings(config: Any) -> None:
+    """ConfigError if a KVTransferConfig has settings of one of our engines that cannot be used."""
+    for where, extra in _engines(config):
+        parse(ConnectorConfig, extra, where)
 
 
 def has_peers(config: Any) -> bool:
     """Whether a KVTransferConfig has one of our engines with a tier of type p2p."""
-    if config is None:
-        return False
     return any(
-        (name in _OURS or extra.get("spec_name") in _OURS)
-        and any(isinstance(t, Mapping) and t.get("type") == "p2p" for t in _tiers(extra))
-        for name, extra in _connectors(config.kv_connector, config.kv_connector_extra_config)
+        isinstance(tier, Mapping) and tier.get("type") == "p2p"
+        for _, extra in _engines(config)
+        for tier in _tiers(extra)
     )
 
 
-def _connectors(name: Any, extra: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """It, and those that a MultiConnector has."""
-    if not isinstance(extra, Mapping):
-        return
-    yield name, extra
-    nested = extra.get("connectors")
-    for each in nested if isinstance(nested, list) else ():
-        if isinstance(each, Mapping):
-            yield from _connectors(each.get("kv_connector"), each.get("kv_connector_extra_config"))
+def _engines(config: Any) -> list[tuple[str, object]]:
+    if config is None:
+        return []
+    return list(engines(config.kv_connector, config.kv_connector_extra_config))
 
 
-def _tiers(extra: Mapping[str, Any]) -> list[Any]:
-    tiers = extra.get("secondary_tiers")
+def _tiers(extra: object) -> list[Any]:
+    tiers = extra.get("secondary_tiers") if isinstance(extra, Mapping) else None
     return tiers if isinstance(tiers, list) else []
 
 

@@ -16,12 +16,12 @@ def register() -> None:
     """The entry point."""
     register_connector()
     try:
-        from tiering_connectors.vllm.checking import refuse_wrong_roles
+        from tiering_connectors.vllm.checking import refuse_early
 
-        refuse_wrong_roles()
+        refuse_early()
     except Exception as error:
-        # The engine ignores them then, and says so.
-        logging.getLogger("tiering").debug("requests are not checked for their roles: %s", error)
+        # The connector refuses settings then, and the engine ignores roles, and says so.
+        logging.getLogger("tiering").debug("nothing is checked before the engine: %s", error)
 
 
 def register_connector() -> None:
