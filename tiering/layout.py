@@ -99,8 +99,9 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "blocks_per_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
 

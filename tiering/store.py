@@ -21,7 +21,7 @@ import numpy as np
 from tiering.clock import Clock, MonotonicClock
 from tiering.config import StoreConfig
 from tiering.engine import Engine
-from tiering.errors import ClosedError
+from tiering.errors import ClosedError, ConfigError, TieringError
 from tiering.events import EventSink, NoEvents
 from tiering.layout import RowLayout
 from tiering.namespace import Namespace
@@ -57,12 +57,19 @@ class StoreStats:
 
 
 class LoadedChunks:
-    """A prefix in host memory, pinned until its `async with` ends. `found` leading chunks."""
+    """A prefix in host memory, pinned until its `async with` ends. `found` leading chunks.
+
+    After that other chunks may be where these were: ClosedError for whoever still looks."""
 
     def __init__(self, region: Region, slots: Sequence[int], chunk_bytes: int) -> None:
         self._region = region
         self._slots = slots
         self._chunk_bytes = chunk_bytes
+        self._is_pinned = True
+
+    def _require_pinned(self) -> None:
+        if not self._is_pinned:
+            raise ClosedError("loaded chunks can be used only inside their `async with` block")
 
     @property
     def found(self) -> int:
@@ -71,6 +78,7 @@ class LoadedChunks:
 
     def view(self, index: int) -> memoryview:
         """Chunk `index` in place, read-only; not to be used after the load has ended."""
+        self._require_pinned()
         return self._region.row(self._slots[index])[: self._chunk_bytes].toreadonly()
 
     async def copy_to(self, pages: Sequence[Page]) -> None:
@@ -80,6 +88,8 @@ class LoadedChunks:
             raise ValueError(f"{len(pages)} pages for {self.found} chunks")
         views = [_as_bytes(page, self._chunk_bytes) for page in pages]
         await _in_thread(self._copy, views)
+        # A copy that the load's end overtook may have read other chunks.
+        self._require_pinned()
 
     def _copy(self, views: list[memoryview]) -> None:
         for index, view in enumerate(views):
@@ -101,6 +111,9 @@ class TieredStore:
         events: EventSink | None = None,
         tiers: Sequence[Tier] | None = None,
     ) -> None:
+        if not isinstance(config, StoreConfig):
+            told = f"is a {type(config).__name__}"
+            raise ConfigError("config", None, told, "write TieredStore(StoreConfig(...))")
         self._config = config
         self._row = RowLayout(config.layout.chunk_bytes)
         self._clock = clock or MonotonicClock()
@@ -119,6 +132,8 @@ class TieredStore:
     async def __aenter__(self) -> TieredStore:
         """Take the memory, open the tiers; RegionError, ConfigError or TierError if it cannot
         be, and then nothing is left behind."""
+        if self._opened is not None:
+            raise TieringError("this TieredStore is open already: use it inside its one block")
         async with AsyncExitStack() as stack:
             name = region_name(f"{os.getpid()} {uuid.uuid4()}")
             region = await asyncio.to_thread(
@@ -178,7 +193,11 @@ class TieredStore:
         """
         async with self._request(source) as (owner, opened):
             slots = await self._hold(opened, owner, keys)
-            yield LoadedChunks(opened.region, slots, self._config.layout.chunk_bytes)
+            chunks = LoadedChunks(opened.region, slots, self._config.layout.chunk_bytes)
+            try:
+                yield chunks
+            finally:
+                chunks._is_pinned = False
 
     async def save(self, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
         """Store `pages[i]` under `keys[i]`, a chain; returns once host memory has the bytes, how

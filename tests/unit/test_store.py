@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tiering import ClosedError, FsTierConfig, KVLayout, StoreConfig, TieredStore
+from tiering import (
+    ClosedError,
+    ConfigError,
+    ConnectorConfig,
+    FsTierConfig,
+    KVLayout,
+    StoreConfig,
+    TieredStore,
+    TieringError,
+)
 from tiering.layout import RowLayout
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_tokens=16)
@@ -185,3 +194,39 @@ async def test_outside_its_block_it_is_closed(tmp_path: Path) -> None:
     assert repr(store) == "<TieredStore closed>"
     with pytest.raises(ClosedError):
         store.stats()
+
+
+async def test_loaded_chunks_end_with_their_block(store: TieredStore) -> None:
+    """Other chunks may be there afterwards, which would be wrong bytes."""
+    keys = chain(2)
+    await store.save(keys, pages(keys))
+    async with store.load(keys) as loaded:
+        overtaken = asyncio.create_task(loaded.copy_to([bytearray(LAYOUT.chunk_bytes)]))
+        await asyncio.sleep(0)
+    assert loaded.found == 2
+    with pytest.raises(ClosedError, match="only inside their `async with` block"):
+        await overtaken
+    with pytest.raises(ClosedError):
+        loaded.view(0)
+    with pytest.raises(ClosedError):
+        await loaded.copy_to([bytearray(LAYOUT.chunk_bytes)])
+
+
+async def test_it_is_opened_once_at_a_time(store: TieredStore) -> None:
+    with pytest.raises(TieringError, match="is open already"):
+        async with store:
+            pass
+    keys = chain(1)
+    assert await store.save(keys, pages(keys)) == 1
+
+
+@pytest.mark.parametrize("given", [{"cpu_bytes_to_use": 1}, ConnectorConfig(cpu_bytes_to_use=1)])
+def test_settings_of_another_kind_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"write TieredStore\(StoreConfig\("):
+        TieredStore(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", ["2", 2.0, True, 0])
+def test_a_layout_is_of_whole_numbers(layers: object) -> None:
+    with pytest.raises(ValueError, match=f"layers must be a whole number.* not {layers!r}"):
+        KVLayout(layers=layers, kv_heads=2, head_dim=16, block_tokens=16)  # type: ignore[arg-type]
