@@ -295,7 +295,7 @@ def test_stat_shows_what_a_root_holds(tmp_path: Path, capsys: Output) -> None:
     assert main(["stat", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     size = f"{(first.stat().st_size + second.stat().st_size) / 1024:.4g} KiB"
-    how = "direct reads, buffered writes I/O"
+    how = "I/O direct reads, buffered writes"
     assert out.startswith(f"{tmp_path}: 1 namespace, 2 chunks, {size}; {how}\n")
     titles = ["digest", "layout", "ranks", "chunks", "size", "oldest", "newest", "temporary"]
     assert columns(out)["model"] == [*titles, "quarantined"]
@@ -397,7 +397,9 @@ def test_stat_says_what_it_cannot_look_into(tmp_path: Path, capsys: Output) -> N
 
 def test_stat_of_an_empty_root_leaves_it_empty(tmp_path: Path, capsys: Output) -> None:
     assert main(["stat", str(tmp_path)]) == 0
-    assert "0 namespaces, 0 chunks, 0 B; " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "0 namespaces, 0 chunks, 0 B; I/O " in out
+    assert "no engine has opened a tier here yet" in out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -103,7 +103,7 @@ def test_a_root_without_namespaces_is_one_sentence_and_exit_code_1(
     assert out == ""
     assert err == (
         f"tiering: root_dir = '{tmp_path}': has no namespace in it; "
-        "name the root_dir of an fs tier\n"
+        "name the root_dir of an fs tier, with its file system mounted\n"
     )
     assert names(tmp_path) == ["home"]
 

@@ -49,6 +49,22 @@ def flip(path: Path, offset: int = 5000) -> None:
     path.write_bytes(content)
 
 
+def test_a_directory_without_a_namespace_is_not_all_good(tmp_path: Path, capsys: Output) -> None:
+    """As where the file system is not mounted: nothing was checked."""
+    assert main(["verify", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "has no namespace in it; name the root_dir of an fs tier" in err
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "nan", "inf"])
+def test_a_rate_that_is_none_is_named(text: str, tmp_path: Path, capsys: Output) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(tmp_path), f"--max-mb-per-second={text}"])
+    assert left.value.code == 2
+    assert f"--max-mb-per-second: {text} is not a number from 0 on" in capsys.readouterr().err
+
+
 def test_all_good_is_exit_code_0(tmp_path: Path, capsys: Output) -> None:
     fill(tmp_path)
     assert main(["verify", str(tmp_path)]) == 0

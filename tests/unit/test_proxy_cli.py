@@ -85,6 +85,7 @@ ENGINE = "http://127.0.0.1:1=127.0.0.1:5710"
         ([], "tiering: --engine = None: is missing; give --prefill and --decode, or --engine"),
         (["--engine", "h"], "tiering: --engine = 'h': is not URL=HOST:PORT; write for example"),
         (["--engine", ENGINE, "--port", "65536"], "argument --port: 65536 is no port"),
+        (["--engine", ENGINE, "--port", "http"], "argument --port: http is no port"),
         (["--engine", ENGINE, "--prefill-seconds", "0"], "0 is not a number above 0"),
     ],
 )

@@ -309,21 +309,26 @@ def _add_namespace(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"{text} is no port")
-    return number
+    return int(text)
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not (0 < number < math.inf):
+    if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
 
 
 def _not_negative(text: str) -> float:
-    number = float(text)
-    if not (0 <= number < math.inf):
+    if not 0 <= (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return number
+
+
+def _number(text: str) -> float:
+    """NaN, which is in no range, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

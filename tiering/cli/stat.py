@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         words.print_json(_as_json(root, namespaces, direct, mount, engines))
         return exits.OK
-    means = trouble if direct is None else f"{direct} I/O"
+    means = trouble if direct is None else f"I/O {direct}"
     print(f"{root}: {held(namespaces)}; {means}")
     for line in _where(mount, sum(each.disk_bytes for each in namespaces), engines):
         print(line)
@@ -46,6 +46,8 @@ def print_namespaces(namespaces: list[NamespaceSurvey], *, on_disk: bool) -> Non
         now = UnixClock().now()
         titles = _TITLES + _DISK_TITLES if on_disk else _TITLES
         words.print_table([titles, *(_row(each, now)[: len(titles)] for each in namespaces)])
+    elif on_disk:
+        print("no engine has opened a tier here yet, or it is not the root_dir of an fs tier")
     for problem in (problem for each in namespaces for problem in each.problems):
         print(f"not looked into: {words.printable(problem)}")
 

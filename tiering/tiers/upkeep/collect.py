@@ -25,7 +25,7 @@ from tiering.tiers.segments.files import LOCK_NAME
 from tiering.tiers.upkeep import guest
 from tiering.tiers.upkeep.collect_contents import Contents, contents_of, opened_seconds
 from tiering.tiers.upkeep.guest import Engine
-from tiering.tiers.upkeep.namespaces import NamespaceDirs, chosen, read_config
+from tiering.tiers.upkeep.namespaces import NamespaceDirs, chosen, nothing_under, read_config
 
 REMOVED_PREFIX = ".removed-"
 # An engine that is just starting has made its directories, and not yet its config.json.
@@ -87,12 +87,7 @@ class Collector:
         namespaces = chosen(self._root, ())
         left_overs = [] if self._named else list(self._left_overs())
         if not namespaces and not left_overs:
-            raise ConfigError(
-                "root_dir",
-                str(self._root),
-                "has no namespace in it",
-                "name the root_dir of an fs tier",
-            )
+            raise nothing_under(self._root)
         plan = Plan(left_overs=left_overs)
         engines, trouble = self._engines()
         ticks = self._last_ticks(namespaces)

@@ -107,6 +107,12 @@ def chosen(root: Path, only: Sequence[str]) -> list[NamespaceDirs]:
     return [each for each in found if not only or each.directory in only]
 
 
+def nothing_under(root: Path) -> ConfigError:
+    """That `root` holds nothing of ours: a mount that is missing, or another directory."""
+    remedy = "name the root_dir of an fs tier, with its file system mounted"
+    return ConfigError("root_dir", str(root), "has no namespace in it", remedy)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json says; empty where it is missing or says nothing that can be read."""
     try:

@@ -25,7 +25,7 @@ from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import FsPaths
 from tiering.tiers.frame import cause_of
 from tiering.tiers.upkeep import guest
-from tiering.tiers.upkeep.namespaces import chosen, described, read_config
+from tiering.tiers.upkeep.namespaces import chosen, described, nothing_under, read_config
 from tiering.tiers.upkeep.ratelimit import RateLimit
 from tiering.tiers.upkeep.scrub_sources import FileSource, Place, SegmentSource, Source, Verdict
 from tiering_kernels.chunkio import HEADER_BYTES, ChunkIo
@@ -103,7 +103,7 @@ class Scrub:
         only: Sequence[str] = (),
     ) -> None:
         """Waits with `sleep`, which takes seconds. Without `bytes_per_second` as fast as it goes.
-        ConfigError where `root` cannot be read or has no namespace of `only`."""
+        ConfigError where `root` cannot be read, has no namespace, or none of `only`."""
         self._root = root.absolute()
         self._io = io
         self._sleep = sleep
@@ -116,6 +116,8 @@ class Scrub:
         self._local = threading.local()
         self.report = ScrubReport()
         self._namespaces = chosen(self._root, only)
+        if not self._namespaces:
+            raise nothing_under(self._root)
 
     def count(self) -> int:
         """How many chunks there are to check, for whoever shows how far it is."""
