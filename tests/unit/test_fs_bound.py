@@ -57,6 +57,16 @@ async def flushed(tier: FsTier) -> None:
     await tier.write(KEYS[:1], views([payload_of(KEYS[0])]))
 
 
+async def test_what_is_held_is_told_from_the_start(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        assert tier.stats()["now_chunks"] == 0
+        await stored(tier, KEYS[:5])
+        await tier.delete(KEYS[:2])
+    async with opened(tmp_path) as again:
+        told = again.stats()
+        assert (told["now_chunks"], told["now_bytes"]) == (3, disk_bytes(3, 3 * FRAME))
+
+
 async def test_never_more_than_the_bound_and_the_most_recent_are_kept(tmp_path: Path) -> None:
     async with opened(tmp_path, limits=BOUND) as tier:
         for start in range(0, 400, 20):

@@ -253,7 +253,6 @@ class Books:
     def _bounds(self, manifest: Manifest) -> tuple[int, int]:
         """Bytes of disk that all under the root may take, and down to which to evict."""
         totals = manifest.totals()
-        self.booked_chunks, self.booked_bytes = totals.chunks, totals.disk_bytes
         spare = diskio.spare_bytes(self._paths.root, self._limits.min_free_bytes)
         return self._limits.for_chunks(self._files.file_bytes, totals.disk_bytes, spare)
 
@@ -297,7 +296,9 @@ class Books:
                 return None
             manifest = self._manifest
             try:
-                answer: T = await self._pool.call(Lane.WRITE, lambda: question(manifest))
+                answer: T = await self._pool.call(
+                    Lane.WRITE, lambda: self._put_to(manifest, question)
+                )
                 return answer
             except OSError as error:
                 # The root is gone, or not to be had now; what is booked stays as it is.
@@ -312,6 +313,14 @@ class Books:
                 self._manifest = None
                 self._spawn(self._remake(manifest))
         return None
+
+    def _put_to(self, manifest: Manifest, question: Callable[[Manifest], T]) -> T:
+        answer = question(manifest)
+        # What was answered stands, whatever comes of this.
+        with contextlib.suppress(OSError, ManifestBusy, ManifestBroken, ManifestFull):
+            totals = manifest.totals()
+            self.booked_chunks, self.booked_bytes = totals.chunks, totals.disk_bytes
+        return answer
 
     def _look_around(self) -> None:
         """Now and then: is the manifest still the one that others use, is somebody gone?"""
