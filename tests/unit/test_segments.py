@@ -27,7 +27,15 @@ from segment_places import (
     segments_of,
 )
 from tiering.errors import ConfigError, TierError
-from tiering.testing.examples import CHUNK_BYTES, blank, payload_of, scanned, stored, views
+from tiering.testing.examples import (
+    CHUNK_BYTES,
+    blank,
+    example_namespace,
+    payload_of,
+    scanned,
+    stored,
+    views,
+)
 from tiering.testing.faults import FaultyIo
 from tiering.tiers.base import Delete, Read, Write
 from tiering.tiers.disk.iopool import IoPool
@@ -382,3 +390,18 @@ async def test_wrong_arguments_are_the_callers_mistake(tmp_path: Path) -> None:
             await tier.write(KEYS[:1], views([b"12345"]))
     assert "not open" in repr(tier)
     assert tier.stats()["now_chunks"] == 0
+
+
+async def test_what_others_left_under_the_root_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after an upgrade: it is not in `max_bytes`, and nobody evicts it."""
+    caplog.set_level("INFO", "tiering")
+    async with opened(tmp_path, namespace=example_namespace(engine="vllm 0.1")) as older:
+        await stored(older, KEYS[:4])
+    assert not caplog.messages
+    async with opened(tmp_path):
+        pass
+    (told,) = caplog.messages
+    assert "bytes under it are other models' or versions'" in told
+    assert "tiering gc" in told

@@ -5,6 +5,8 @@ Called by `SegmentTier.open` only, on the event loop; what blocks runs in the ti
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
 
 from tiering.clock import Clock
@@ -18,6 +20,8 @@ from tiering.tiers.segments.files import SegmentFiles
 from tiering.tiers.segments.table import Records
 
 _HEADERS_AT_ONCE = 256
+
+log = logging.getLogger("tiering")
 
 
 async def make_ready(
@@ -39,6 +43,13 @@ async def make_ready(
         await pool.call(Lane.WRITE, lambda: _make_directories(root, config_dir, files.directory))
         await configfile.agree(config_dir / CONFIG_NAME, namespace.describe())
         await pool.call(Lane.WRITE, lambda: _open(files, io_paths, clock))
+        if others := await pool.call(Lane.READ, lambda: _bytes_beside(files.directory)):
+            log.info(
+                "%s: %d bytes under it are other models' or versions', which max_bytes of layout "
+                "segments does not count: see tiering stat, and tiering gc to remove them",
+                name,
+                others,
+            )
         if not files.needs_rebuild:
             found: Records = await pool.call(Lane.READ, files.load)
             return found
@@ -65,3 +76,14 @@ def _open(files: SegmentFiles, io_paths: tuple[IoPath, IoPath], clock: Clock) ->
         # Direct I/O moves whole pages only.
         direct = Direct(reads=False, writes=False)
     files.open(direct)
+
+
+def _bytes_beside(own: Path) -> int:
+    """What the directories of others take on the disk: as after an upgrade, nobody evicts them."""
+    total = 0
+    for path in own.parent.glob(f"*{own.suffix}/*"):
+        if path.parent != own:
+            # What vanishes meanwhile takes nothing.
+            with contextlib.suppress(FileNotFoundError):
+                total += path.lstat().st_blocks * 512
+    return total
