@@ -7,13 +7,15 @@ A subcommand lives in a module of its own, which adds itself through `add_comman
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from tiering.errors import TieringError
+from tiering.errors import ConfigError, TieringError
 from tiering_benchmarks import (
     announce,
     control,
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As an exception, so that servers that were started are stopped on the way out.
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if isinstance(figures := getattr(args, "json", None), str | Path):
+            _require_place_for(Path(figures))
         code: int = args.run(args)
     except TieringError as error:
         print(f"tiering-bench: {error}", file=sys.stderr)
@@ -54,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code
+
+
+def _require_place_for(file: Path) -> None:
+    """Before minutes are spent on what could not be kept. ConfigError."""
+    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        remedy = "name a file in a directory that is there and can be written to"
+        raise ConfigError("--json", str(file), "cannot be written", remedy)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

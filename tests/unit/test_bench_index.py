@@ -13,6 +13,20 @@ from tiering_benchmarks.cli import main
 from tiering_benchmarks.tiers_run import WrongAnswer
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["index"], ["tiers", "--sizes", "64KiB"], ["serve"], ["device", "--runtime", "fake"]],
+)
+@pytest.mark.parametrize("file", ["there", "missing/figures.json"])
+def test_figures_that_could_not_be_kept_are_not_made(
+    command: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be known only when minutes are over."""
+    (tmp_path / "there").mkdir()
+    assert main([*command, "--json", str(tmp_path / file)]) == 2
+    assert f"--json = '{tmp_path / file}': cannot be written; name" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_it_restarts_over_both_layouts_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

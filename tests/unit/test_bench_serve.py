@@ -334,3 +334,12 @@ def test_cpu_time_of_processes_is_added_up() -> None:
     assert cpu_seconds([own]) - before >= 0.08
     assert cpu_seconds([own, own]) >= 2 * before
     assert cpu_seconds([2**22 + 1]) == 0
+
+
+def test_a_model_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["model", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith(f"tiering-bench: DIR = '{tmp_path / 'file'}': ")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tiering.errors import ConfigError
 from tiering_benchmarks.models.making import MODELS, make_model
 
 
@@ -17,5 +18,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    print(make_model(args.directory, args.size))
+    try:
+        made = make_model(args.directory, args.size)
+    except OSError as error:
+        told, remedy = error.strerror or str(error), "name a directory that can be written to"
+        raise ConfigError("DIR", str(args.directory), told, remedy) from error
+    print(made)
     return 0
