@@ -185,8 +185,8 @@ class TieredStore:
         self, keys: Sequence[bytes], source: PeerSource | None = None
     ) -> AsyncIterator[LoadedChunks]:
         """Bring the stored prefix of `keys` to host memory and keep it there for the block; what
-        is in no tier of one's own, from `source`, another store or engine, if there is a tier of
-        type p2p.
+        is in no tier of one's own, from `source`, another store or engine, which takes a tier of
+        type p2p: else ConfigError.
 
         Shorter than the match if the host tier cannot hold more at once, if a chunk vanished or
         was damaged, or after `load_deadline_seconds`; `found` tells. Does not raise for that.
@@ -302,6 +302,10 @@ class TieredStore:
         self, source: PeerSource | None = None
     ) -> AsyncIterator[tuple[str, _Opened]]:
         opened = self._running()
+        if source is not None and not opened.core.peers:
+            # Else it would be a miss, for ever and without a word.
+            remedy = "add P2pTierConfig() to secondary_tiers, here and at the source"
+            raise ConfigError("source", source, "there is no tier of type p2p", remedy)
         owner = f"call {next(self._owners)}"
         opened.core.open(owner)
         if source is not None:

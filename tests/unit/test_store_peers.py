@@ -114,3 +114,10 @@ async def test_tiers_of_ones_own_take_the_place_of_peers_too() -> None:
         assert await store.save(KEYS[:2], [page(0), page(1)]) == 2
         assert await store.flush()
         assert await own.contains(KEYS[:2]) == [Read.HIT] * 2
+
+
+async def test_a_source_without_a_tier_of_peers_is_told() -> None:
+    settings = StoreConfig(layout=LAYOUT, cpu_bytes_to_use=BYTES)
+    async with TieredStore(settings) as store:
+        with pytest.raises(ConfigError, match="there is no tier of type p2p; add P2pTierConfig"):
+            await store.match(KEYS, source=PeerSource("127.0.0.1", 5710, "r"))

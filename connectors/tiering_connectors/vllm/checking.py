@@ -25,7 +25,7 @@ def refuse_early() -> None:
         return
     _refuse_wrong_settings(InputProcessor)
     _refuse_wrong_roles(InputProcessor)
-    InputProcessor.checks_for_tiering = True
+    InputProcessor.checks_for_tiering = True  # type: ignore[attr-defined]
 
 
 def _refuse_wrong_settings(processor: Any) -> None:
