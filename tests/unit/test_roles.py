@@ -117,3 +117,11 @@ def test_settings_of_every_engine_are_checked_and_no_other() -> None:
     ]
     with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.connectors\[1\]\.kv_"):
         check_settings(config("MultiConnector", {"connectors": children}))
+
+
+def test_more_memory_than_there_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has 64 MiB of shared memory unless it is told otherwise."""
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_blocks=16384, f_frsize=4096))
+    check_settings(config("TieredConnector", {"cpu_bytes_to_use": 128 << 20}))
+    with pytest.raises(ConfigError, match=r"config\.cpu_bytes_to_use = .*--shm-size"):
+        check_settings(config("TieredConnector", {"cpu_bytes_to_use": 10 << 30}))

@@ -10,10 +10,13 @@ refuses such settings, and the engine ignores such roles.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from tiering.config import ConnectorConfig, engines, parse
+from tiering.errors import ConfigError
+from tiering.tiers.host import SHARED_MEMORY
 from tiering_connectors.vllm.roles import RoleError, Roles
 
 
@@ -60,7 +63,25 @@ def _refuse_wrong_roles(processor: Any) -> None:
 def check_settings(config: Any) -> None:
     """ConfigError if a KVTransferConfig has settings of one of our engines that cannot be used."""
     for where, extra in _engines(config):
-        parse(ConnectorConfig, extra, where)
+        _require_memory(parse(ConnectorConfig, extra, where).cpu_bytes_to_use, where)
+
+
+def _require_memory(wanted_bytes: int, where: str) -> None:
+    """Only for what can never be had, as in a container that was given no more than the usual
+    64 MiB: the region is whole rows, of which at least one fits, so over half of what is wanted."""
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return
+    has_bytes = space.f_blocks * space.f_frsize
+    if wanted_bytes // 2 > has_bytes:
+        raise ConfigError(
+            f"{where}.cpu_bytes_to_use",
+            wanted_bytes,
+            f"does not fit into {SHARED_MEMORY}, which has {has_bytes} bytes in all",
+            f"lower it, or enlarge {SHARED_MEMORY} (in a container: docker's --shm-size, or "
+            "--ipc=host)",
+        )
 
 
 def has_peers(config: Any) -> bool:
