@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 _BODY_PART = 64 << 10
+_LET_IN_SECONDS_MAX = 1.0
 _NAMESPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 
 
@@ -115,7 +116,7 @@ class ScriptedS3:
         self._let_go = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     @property
     def endpoint(self) -> str:
@@ -151,23 +152,30 @@ class ScriptedS3:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, ssl=self._tls, limit=1 << 20
+            self._came, "127.0.0.1", self.port, ssl=self._tls, limit=1 << 20
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         assert self._server is not None
         self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
+        # Who is being let in by asyncio: cancelled before it has begun, it would leave a socket.
+        if others := asyncio.all_tasks() - {asyncio.current_task(), *self._serving}:
+            await asyncio.wait(others, timeout=_LET_IN_SECONDS_MAX)
         self._let_go.set()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
+        serving = list(self._serving.items())
+        for task, writer in serving:
+            writer.transport.abort()
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(task for task, _ in serving), return_exceptions=True)
+        await asyncio.sleep(0)  # for what they closed to be closed
+
+    def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._serving[task] = writer
+        task.add_done_callback(self._serving.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             while (asked := await self._read(reader, writer)) is not None:
                 self.under_way += 1
@@ -183,11 +191,7 @@ class ScriptedS3:
                     break
         except (ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
             pass
-        except asyncio.CancelledError:
-            # The end of the server; asyncio would report it.
-            return
         finally:
-            self._writers.discard(writer)
             writer.close()
 
     async def _read(

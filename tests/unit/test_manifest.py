@@ -113,7 +113,8 @@ def test_a_process_that_is_gone_leaves_its_flights(tmp_path: Path) -> None:
     assert heir.totals().chunks == 3
     heir.leave()
     heir.close()
-    assert Manifest(path, "next", 7.0).others() == []
+    with contextlib.closing(Manifest(path, "next", 7.0)) as following:
+        assert following.others() == []
 
 
 def test_a_process_that_was_thought_gone_comes_back(tmp_path: Path) -> None:

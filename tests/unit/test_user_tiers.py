@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,6 +90,13 @@ def inside(tier: object, kind: type[Wrapped]) -> Wrapped:
     return tier
 
 
+@contextmanager
+def database_of(where: Path) -> Iterator[sqlite3.Connection]:
+    """What a test does there is one transaction."""
+    with closing(sqlite3.connect(where / "kv.db")) as database, database:
+        yield database
+
+
 @pytest.mark.slow
 class TestExampleTier(TierContract):
     """The example, as the settings make it."""
@@ -102,19 +111,19 @@ class TestExampleTier(TierContract):
         return tier
 
     def raw_get(self, where: Path, key: bytes) -> bytes | None:
-        with sqlite3.connect(where / "kv.db") as database:
+        with database_of(where) as database:
             found = database.execute("SELECT payload FROM chunks WHERE key = ?", (key,)).fetchall()
         return found[0][0] if found else None
 
     def raw_put(self, where: Path, key: bytes, payload: bytes) -> None:
         row = (NAMESPACE.digest, key, payload, xxhash.xxh3_128_digest(payload))
-        with sqlite3.connect(where / "kv.db") as database:
+        with database_of(where) as database:
             database.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", row)
 
     def raw_damage(self, where: Path, key: bytes) -> None:
         payload = self.raw_get(where, key)
         assert payload is not None
-        with sqlite3.connect(where / "kv.db") as database:
+        with database_of(where) as database:
             bad = bytes([payload[0] ^ 1]) + payload[1:]
             database.execute("UPDATE chunks SET payload = ? WHERE key = ?", (bad, key))
 
