@@ -86,8 +86,9 @@ class P2pTierConfig(TierSettings):
     num_threads: int = Field(
         default=4,
         ge=1,
-        le=1024,
-        description="Threads of NIXL's agent, where backends is UCX alone.",
+        le=64,
+        description="Threads of NIXL's agent, where backends is UCX alone. Each makes the start "
+        "longer, and has a connection of its own to each peer.",
         examples=[8],
     )
     auth: KeyFile | None = Field(
