@@ -3,6 +3,7 @@ that is said to it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from peer_frames import KEY, introduction, keys
@@ -109,3 +110,19 @@ def test_only_who_says_so_waits_for_what_is_not_there() -> None:
     assert len(rig.asks.asked) == 1
     rig.show(CHUNKS)
     assert not rig.asks.asked
+
+
+async def test_what_is_kept_for_nobody_any_more_is_let_go_of_and_counted() -> None:
+    rig = Rig()
+    rig.show(CHUNKS)
+    rig.fetch("r", CHUNKS[:1], waits=False)
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(rig.serving.keep("r", CHUNKS, 30.0))
+        await asyncio.sleep(0)
+        rig.serving.showcase.fetched("r", CHUNKS[:1])
+        assert rig.serving.showcase.kept_chunks == 3
+        assert await rig.serving.keep("r", (), 30.0) == set()
+    assert keeping.result() == {CHUNKS[0]}
+    assert rig.serving.counters["peers_not_come"] == 3
+    assert rig.serving.showcase.kept_chunks == 0
+    assert rig.serving.showcase.is_complete("r")

@@ -215,6 +215,55 @@ def test_what_is_kept_stays_until_a_peer_has_come() -> None:
     assert shown.core.budget.held == 0
 
 
+def test_what_nobody_comes_for_leaves_room_for_loads() -> None:
+    """Of 16 slots loads may hold 14, and of those what is kept may hold 7: the oldest gives way."""
+    shown, chains = Shown(16), [chain(name, 3) for name in "abcd"]
+    for keys in chains:
+        shown.store(keys)
+        shown.core.peers.keep(f"request {keys[0]!r}", keys)
+    shown.engine.pump()
+    first, second, for_first, third, for_second, fourth = shown.portal.take(Keep)
+    assert isinstance(first, Keep)
+    assert isinstance(for_first, Keep)
+    assert (first.keys, for_first.keys) == (tuple(chains[0]), ())
+    assert for_first.kv_request_id == first.kv_request_id
+    assert isinstance(for_second, Keep)
+    assert for_second.keys == ()
+    assert shown.core.budget.held == 6
+    shown.core.open("load")
+    assert shown.core.hold("load", chains[0])
+    assert shown.core.held("load") == 3, "what gave way is still there while there is room for it"
+    for step in (first, second, for_first, third, for_second, fourth):
+        assert isinstance(step, Keep)
+        shown.core.apply([Outcome(step.id, (Verdict.MISS,) * len(step.keys))])
+    assert shown.core.budget.held == 3
+
+
+def test_what_requests_share_is_kept_once() -> None:
+    shown, common = Shown(16), chain("a", 5)
+    shown.store(common)
+    for number in range(8):
+        shown.core.peers.keep(f"request {number}", common)
+    shown.engine.pump()
+    assert [len(step.keys) for step in shown.portal.take(Keep) if isinstance(step, Keep)] == [5] * 8
+    shown.core.peers.keep("another", common[:2])
+    shown.store(more := chain("b", 3))
+    shown.core.peers.keep("more", more)
+    shown.engine.pump()
+    told = [len(step.keys) for step in shown.portal.take(Keep) if isinstance(step, Keep)]
+    assert told == [2, *[0] * 8, 3], "one of two chunks of it is within the limit, all others go"
+
+
+def test_one_request_is_kept_as_far_as_it_may() -> None:
+    shown, keys = Shown(16), chain("a", 12)
+    shown.store(keys)
+    shown.core.peers.keep("request", keys)
+    shown.engine.pump()
+    (keep,) = shown.portal.take(Keep)
+    assert isinstance(keep, Keep)
+    assert keep.keys == tuple(keys[:7])
+
+
 def test_of_a_chain_with_gaps_all_that_is_there_is_kept() -> None:
     shown, keys = Shown(), chain("a", 4)
     shown.store(keys)

@@ -8,6 +8,7 @@ an owner of its own. Part of the core; same owner, same rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,14 @@ from tiering.residency.holds import Holds, Peer
 from tiering.residency.index import HostIndex
 from tiering.residency.known import Everything, KnownKeys
 from tiering.residency.plan import Hide, Keep, Outcome, Release, Show, Step
+from tiering.residency.state import SlotArray
 from tiering_kernels.keytable import KeyBatch
+
+
+class _Kept(NamedTuple):
+    owner: str
+    tier: int
+    kv_request_id: str
 
 
 class PeerBook:
@@ -36,7 +44,8 @@ class PeerBook:
         self._holds = holds
         self._budget = budget
         self._next_id = next_id
-        self._kept: dict[int, str] = {}
+        # By the id of the step, the newest last.
+        self._kept: dict[int, _Kept] = {}
         self._steps: list[Step] = []
 
     def __bool__(self) -> bool:
@@ -91,20 +100,22 @@ class PeerBook:
     def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> None:
         """For whoever has chunks of this engine for that request of the orchestrator's: all that
         there will be are those of `keys` that can be read now. They are pinned, as far as loads
-        may, until they were fetched, or nobody has come."""
+        may, until they were fetched, or nobody has come; what is more than may be kept in all
+        lets go of what was kept longest."""
         self._steps += [self._keep(tier, kv_request_id, keys) for tier in self._tiers]
 
     def _keep(self, tier: int, kv_request_id: str, keys: Sequence[bytes]) -> Keep:
         step_id = self._next_id()
         owner = f"kept {step_id}"
         ready = self._index.ready(keys)
-        slots = np.fromiter(ready.values(), np.int64, len(ready))
+        slots = np.fromiter(ready.values(), np.int64, len(ready))[: self._budget.kept_limit]
+        self._make_room(slots)
         fit = self._budget.fitting(slots)
         kept = KeyBatch.of(list(ready)[:fit])
         self._holds.open(owner)
         self._holds.pin(slots[:fit])
         self._holds.begin(owner, kept, slots[:fit])
-        self._kept[step_id] = owner
+        self._kept[step_id] = _Kept(owner, tier, kv_request_id)
         return Keep(step_id, tier, tuple(kept), kv_request_id)
 
     def is_mine(self, step_id: int) -> bool:
@@ -112,7 +123,15 @@ class PeerBook:
 
     def settle(self, outcome: Outcome) -> None:
         """A peer has come, or none."""
-        self._holds.close(self._kept.pop(outcome.id))
+        self._holds.close(self._kept.pop(outcome.id).owner)
+
+    def _make_room(self, slots: SlotArray) -> None:
+        """Who comes for the oldest finds what was not evicted by then, and computes the rest."""
+        newest_first = (self._holds[kept.owner].slots for kept in reversed(self._kept.values()))
+        for step_id in list(self._kept)[: self._budget.giving_way(newest_first, slots)]:
+            kept = self._kept.pop(step_id)
+            self._holds.close(kept.owner)
+            self._steps.append(Keep(self._next_id(), kept.tier, (), kept.kv_request_id))
 
     def _of(self, tier: int, event: ChunksStored | ChunksRemoved) -> list[Step]:
         if isinstance(event, ChunksRemoved):

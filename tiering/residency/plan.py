@@ -114,8 +114,8 @@ class Hide(msgspec.Struct, frozen=True, tag="hide"):
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """`keys` are pinned in the host tier for whoever fetches them, through `tier`, for this request
-    of the orchestrator's: say when they need not be. Verdicts: HIT where it was fetched, MISS,
-    FAILED."""
+    of the orchestrator's: say when they need not be. Without keys, nothing is pinned for it any
+    more. Verdicts: HIT where it was fetched, MISS, FAILED."""
 
     id: int
     tier: int

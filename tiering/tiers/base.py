@@ -164,7 +164,8 @@ class PeerTier(Tier):
     @abstractmethod
     async def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[ReadOutcome]:
         """Returns when a peer has fetched `keys` for that request, or nobody will: then they need
-        not be pinned any more. HIT for each that was fetched."""
+        not be pinned any more. HIT for each that was fetched. Another call for the same request
+        takes the place of the one before, whose chunks need not be pinned, either."""
 
 
 def nobody(removed: Sequence[bytes]) -> None:

@@ -17,9 +17,9 @@ from tiering.peers.rounds import Round
 from tiering.peers.transports.base import Transport
 from tiering.tiers.peers.showcase import Showcase
 
-COUNTERS = ("peers_asked", "peers_found", "peers_fetched")
+COUNTERS = ("peers_asked", "peers_found", "peers_fetched", "peers_not_come")
 """Chunks that peers have looked for, those of them that were here, and chunks that they have
-read."""
+read; and such as were kept for a peer until others' took their place."""
 
 
 @dataclass(slots=True)
@@ -73,6 +73,13 @@ class Serving:
         del self._visits[guest]
         for transport in self._transports:
             transport.dismiss(guest.session_id)
+
+    async def keep(self, kv_request_id: str, keys: Sequence[bytes], seconds: float) -> set[bytes]:
+        """Those of `keys` that were fetched, when all were, or when they need not be kept any
+        more: nobody has come for so long, or others were kept in their stead."""
+        if not keys:
+            self.counters.add("peers_not_come", self.showcase.left(kv_request_id))
+        return await self.showcase.keep(kv_request_id, keys, seconds)
 
     def __repr__(self) -> str:
         return f"<Serving {self.showcase!r} to {len(self._visits)} peers>"

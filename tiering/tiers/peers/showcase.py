@@ -38,6 +38,11 @@ class Showcase:
         """How many are kept that were not fetched yet."""
         return sum(len(kept.left) for kept in self._kept.values())
 
+    def left(self, kv_request_id: str) -> int:
+        """How many are kept for that request, and were not fetched yet."""
+        kept = self._kept.get(kv_request_id)
+        return 0 if kept is None else len(kept.left)
+
     def show(self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
         """`keys` can be read from `slots` while these have `generations`."""
         self._at.update(zip(keys, map(Reference, slots, generations), strict=True))

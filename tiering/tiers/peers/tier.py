@@ -252,9 +252,8 @@ class PeersTier(PeerTier):
         self._serving.showcase.hide(keys)
 
     async def keep(self, kv_request_id: str, keys: Sequence[bytes]) -> list[ReadOutcome]:
-        fetched = await self._serving.showcase.keep(
-            kv_request_id, keys, self._limits.unbound_store_seconds
-        )
+        seconds = self._limits.unbound_store_seconds
+        fetched = await self._serving.keep(kv_request_id, keys, seconds)
         return [Read.HIT if key in fetched else Read.MISS for key in keys]
 
     # Without a peer
