@@ -177,8 +177,8 @@ class Peer(_End):
 
     @property
     def is_idle(self) -> bool:
-        # Rows are read when nothing is asked any more.
-        return super().is_idle and not self._reading
+        # Rows are read when nothing is asked any more, and somebody waits for it to open.
+        return super().is_idle and not self._reading and self._opened.done()
 
     async def opened(self) -> None:
         """Returns once the session is open."""
@@ -271,6 +271,9 @@ class Peer(_End):
             case Answered(of, message):
                 if (waiting := self._waiting.get(of)) is not None and not waiting.done():
                     waiting.set_result(message)
+                elif isinstance(message, FetchResp):
+                    # Whoever waited was cancelled just now, and has not come to say so.
+                    self.done(of, success=False)
             case Unanswered(of, reason):
                 if (waiting := self._waiting.get(of)) is not None and not waiting.done():
                     waiting.set_exception(PeerError(str(self.at), reason))

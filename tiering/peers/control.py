@@ -204,9 +204,12 @@ class ControlPlane:
         return peer
 
     def _found(self, peer: Peer, places: asyncio.Future[list[_Place]]) -> None:
-        if self._loop is None or peer.over is not None or places.cancelled():
+        if places.cancelled():
             return
-        if (error := places.exception()) is not None:
+        error = places.exception()  # first of all: it is to be heard, even where nobody cares
+        if self._loop is None or peer.over is not None:
+            return
+        if error is not None:
             peer.close("failed", f"its name has no address: {error}")
             self._look_after(peer)
             return

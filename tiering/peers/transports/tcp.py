@@ -306,6 +306,9 @@ class TcpLink(Link):
                 if self._why is not None:
                     raise Broken(self._why)
                 line = self._idle.pop() if self._idle else await self._enter()
+                if self._why is not None:  # by now
+                    line.close()
+                    raise Broken(self._why)
                 self._busy.add(line)
                 try:
                     for at in range(0, len(references), ROWS_MAX):

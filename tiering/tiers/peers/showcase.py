@@ -15,7 +15,8 @@ from tiering.peers.messages import Reference
 
 COMPLETE_MAX = 16_384
 """Requests that are remembered to be complete when nothing is kept for them, or not any more: of
-any before, a decoder that asks for what is not here waits until its deadline."""
+any before, a decoder that asks for what is not here waits until its deadline. As many are that
+were over before they were complete."""
 
 
 class Showcase:
@@ -26,6 +27,8 @@ class Showcase:
         self._at: dict[bytes, Reference] = {}
         self._kept: dict[str, _Kept] = {}
         self._complete: dict[str, None] = {}
+        # Requests that were over before they were complete.
+        self._over: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -67,9 +70,10 @@ class Showcase:
         self._kept[kv_request_id] = kept
         if before is not None:
             before.is_over.set()
-        self._complete[kv_request_id] = None
-        if len(self._complete) > COMPLETE_MAX:
-            del self._complete[next(iter(self._complete))]
+        _remember(self._complete, kv_request_id)
+        if kv_request_id in self._over:
+            del self._over[kv_request_id]
+            kept.is_over.set()
         self._shown(keys)
         try:
             async with asyncio.timeout(seconds):
@@ -94,9 +98,18 @@ class Showcase:
                 kept.is_over.set()
 
     def request_over(self, kv_request_id: str) -> None:
-        """The peer wants nothing more for the request."""
+        """The peer wants nothing more for the request. It may have given up before all that is to
+        be kept for it is here, and then none of it is."""
         if (kept := self._kept.get(kv_request_id)) is not None:
             kept.is_over.set()
+        elif kv_request_id not in self._complete:
+            _remember(self._over, kv_request_id)
+
+
+def _remember(among: dict[str, None], kv_request_id: str) -> None:
+    among[kv_request_id] = None
+    if len(among) > COMPLETE_MAX:
+        del among[next(iter(among))]
 
 
 class _Kept:
