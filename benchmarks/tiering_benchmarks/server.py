@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tiering.errors import TieringError
+from tiering.testing.ports import free_port
 from tiering_benchmarks.client import Client
 
 HOST = "127.0.0.1"
@@ -177,7 +177,7 @@ class VllmServer:
         """Start it and wait until it is healthy; ServerFailed if it ends or takes too long."""
         if self._process is not None:
             raise ServerFailed(f"already running: {self!r}")
-        port = _free_port()
+        port = free_port()
         command = [*self._command, f"--port={port}", *self._options, *self._arguments]
         with self.log.open("ab") as log:
             self._process = self._start_leader(
@@ -304,10 +304,3 @@ def _vllm() -> Path:
             f"no vLLM beside {sys.executable}: install one there, or run `make demo`"
         )
     return command
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

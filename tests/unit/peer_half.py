@@ -167,9 +167,8 @@ async def half(transport: str, number: int, port: int = 0) -> AsyncIterator[Half
 class OtherHalf(Child):
     """Another one, in a process of its own, within `with`."""
 
-    def __init__(self, transport: str, other: int, port: int = 0) -> None:
+    def __init__(self, transport: str, other: int, port: int) -> None:
         super().__init__(__file__, transport, port, other)
-        self.port: int = self.told["port"]
 
 
 async def _work(me: Half, other: int) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from ports import free_port
+from tiering.testing.ports import free_port
 
 BUCKET, ACCESS_KEY, SECRET_KEY, REGION = "bucket", "testaccess", "testsecret-2f1c", "us-east-1"
 _START_SECONDS = 60.0

@@ -17,8 +17,11 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
+from tiering.clock import Clock
 from tiering.proxy.engines import Engine, Lineup
 from tiering.proxy.server import Patience, serving
+from tiering.testing.clocks import ManualClock
+from tiering.testing.ports import free_port
 
 DEADLINE_SECONDS = 30.0
 PIECES = (b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n")
@@ -71,7 +74,7 @@ class StandIn:
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.breaks = False
-        self.port = 0
+        self.port = free_port()
         self._runner: web.AppRunner | None = None
         self._arrived = asyncio.Event()
 
@@ -92,14 +95,13 @@ class StandIn:
         await self.stop()
 
     async def start(self) -> None:
-        """At the port that it had before, if it had one."""
+        """Always at its own port."""
         application = web.Application(client_max_size=1 << 26)
         application.router.add_get("/health", self._health)
         application.router.add_route("*", "/{rest:.*}", self._handle)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -206,15 +208,19 @@ async def standing_in(*names: str) -> AsyncIterator[list[StandIn]]:
 
 @asynccontextmanager
 async def proxied(
-    *servers: StandIn, prefillers: tuple[StandIn, ...] = (), patience: Patience | None = None
+    *servers: StandIn,
+    prefillers: tuple[StandIn, ...] = (),
+    patience: Patience | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Client]:
-    """A proxy before these. Asks for health once, unless `patience` says otherwise."""
+    """A proxy before these. Asks for health once, unless `patience` says otherwise, and leaves
+    whoever has refused alone for good, unless `clock` goes on."""
     lineup = Lineup(
         tuple(each.engine for each in servers), tuple(each.engine for each in prefillers)
     )
     patience = patience or Patience(probe_seconds=1000.0)
     async with (
-        serving(lineup, "127.0.0.1", 0, patience) as url,
+        serving(lineup, "127.0.0.1", 0, patience, clock or ManualClock()) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_SECONDS)) as session,
     ):
         yield Client(url, session)

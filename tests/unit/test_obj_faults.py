@@ -25,6 +25,7 @@ from tiering.testing.examples import (
     payload_of,
     stored,
 )
+from tiering.testing.ports import free_port
 from tiering.tiers.base import Failed, Read, Write
 from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.parts import ObjLimits
@@ -308,15 +309,15 @@ async def test_credentials_that_end_take_the_tier_out_until_others_are_accepted(
 
 
 async def test_a_server_that_is_gone_fails_chunks_and_is_back_by_itself() -> None:
-    with ScriptedS3() as server:
+    server, again = ScriptedS3(), ScriptedS3()
+    server.port = again.port = free_port()
+    with server:
         await filled(server, KEYS[:10])
-        objects, port = server.objects, server.port
         tier = make_tier(server)
         await tier.open()
     outcomes = await tier.read(KEYS[:10], blank(10))
     assert all(isinstance(outcome, Failed) for outcome in outcomes)
-    again = ScriptedS3()
-    again.objects, again.port = objects, port
+    again.objects = server.objects
     with again:
         assert await tier.read(KEYS[:10], blank(10)) == [Read.HIT] * 10
         await tier.close()

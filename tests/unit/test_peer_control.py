@@ -19,6 +19,7 @@ from tiering.peers.auth import SharedKey
 from tiering.peers.calls import Peer
 from tiering.peers.control import ControlPlane
 from tiering.peers.messages import Reference
+from tiering.testing.ports import free_port
 from tiering.testing.transports import descriptors
 
 
@@ -299,7 +300,7 @@ async def test_a_guest_that_is_gone_holds_no_pins(how: str) -> None:
 
 @pytest.mark.slow
 async def test_a_peer_that_starts_anew_at_its_address_gets_a_new_session() -> None:
-    with Engine() as first:
+    with Engine(port=free_port()) as first:
         async with engine(1) as (asks, _):
             before = await asks.peer(first.at)
             first.kill()

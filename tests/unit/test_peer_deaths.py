@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from peer_half import CHAINS, Half, OtherHalf, chain, half
+from tiering.testing.ports import free_port
 from tiering.testing.transports import descriptors, own_threads
 from tiering.tiers.peers.source import PeerSource
 
@@ -74,8 +75,8 @@ async def test_a_peer_may_die_or_stop_at_any_moment(seed: int) -> None:
         files = descriptors()
         found: Counter[int] = Counter()
         loop, other = asyncio.get_running_loop(), me.tier.address.port
-        child = await asyncio.to_thread(OtherHalf, transport, other)
-        port = child.port
+        port = free_port()
+        child = await asyncio.to_thread(OtherHalf, transport, other, port)
         asking = [loop.create_task(_ask(me, port, chance, found)) for _ in range(4)]
         try:
             for _ in range(2):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from ports import free_port
 from process_scene import make_region
 from tiering.config import EngineConfig, P2pTierConfig
 from tiering.errors import ConfigError
 from tiering.namespace import RANDOM_HASH_SEED
 from tiering.peers.transports.base import Space
 from tiering.testing.examples import CHUNK_BYTES, example_namespace
+from tiering.testing.ports import free_port
 from tiering.tiers.host import Region
 from tiering.tiers.peers import making
 from tiering.tiers.peers.making import build_peers

@@ -19,6 +19,7 @@ from tiering.peers.session import Patience, State
 from tiering.peers.transports.base import Transport
 from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
+from tiering.testing.ports import free_port
 from tiering.testing.rowspace import RowSpace, holds
 from tiering.tiers.base import Failed, Read, ReadOutcome, Write
 from tiering.tiers.peers import showcase
@@ -287,7 +288,7 @@ async def test_a_peer_that_is_not_there_fails_what_was_asked_of_him_only() -> No
 
 @pytest.mark.slow
 async def test_a_peer_that_ends_fails_and_leaves_no_link_and_is_dialled_anew() -> None:
-    has, wants = Engine(), Engine()
+    has, wants = Engine(at=Address("127.0.0.1", free_port())), Engine()
     async with engines(has, wants):
         has.show(range(2))
         whom = has.whom()

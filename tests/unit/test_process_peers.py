@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ports import free_port
 from process_scene import make_region, opened, until
 from tiering.config import P2pTierConfig
 from tiering.engine import Engine
@@ -17,6 +16,7 @@ from tiering.policy.lru import LruPolicy
 from tiering.residency.core import Residency
 from tiering.testing.clocks import ManualClock
 from tiering.testing.examples import CHUNK_BYTES, example_namespace, key_number, payload_of
+from tiering.testing.ports import free_port
 from tiering.tiers.base import Read
 from tiering.tiers.peers.making import build_peers
 from tiering.tiers.peers.source import PeerSource

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ports import free_port
 from s3_servers import Served, aws_chain_of_files, rclone, self_signed, server_context
 from scripted_s3 import Fault, ScriptedS3, slow_down
 from tiering.config import BucketConfig
 from tiering.errors import ConfigError
+from tiering.testing.ports import free_port
 from tiering.tiers.obj.s3 import S3Store
 
 WHERE = "secondary_tiers[0].store_config"

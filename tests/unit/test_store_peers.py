@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from ports import free_port
 from tiering import ConfigError, KVLayout, P2pTierConfig, PeerSource, StoreConfig, TieredStore
 from tiering.testing.memory import MemoryTier
+from tiering.testing.ports import free_port
 from tiering.tiers.base import Read
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, block_tokens=16)

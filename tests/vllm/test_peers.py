@@ -26,8 +26,8 @@ from inproc import (
     connector_config,
 )
 from offloading_inproc import OffloadingEngine, offloading_config
-from ports import free_port
 from prompts import BLOCK, random_prompt
+from tiering.testing.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

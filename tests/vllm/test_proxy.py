@@ -17,8 +17,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from ports import free_port
 from prompts import BLOCK, random_prompt
+from tiering.testing.ports import free_port
 from tiering_benchmarks.client import Client
 from tiering_benchmarks.server import MODEL_NAME, VllmServer
 
