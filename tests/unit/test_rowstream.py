@@ -37,12 +37,17 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         listening.listen()
         ours = socket.create_connection(listening.getsockname())
         theirs, _ = listening.accept()
-    for each in (ours, theirs):
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            each.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 300_000))
+    given_up_after(30.0, ours, theirs)
     yield ours, theirs
     ours.close()
     theirs.close()
+
+
+def given_up_after(quiet_seconds: float, *pair: socket.socket) -> None:
+    deadline = struct.pack("ll", int(quiet_seconds), int(quiet_seconds % 1 * 1e6))
+    for each in pair:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            each.setsockopt(socket.SOL_SOCKET, option, deadline)
 
 
 def buffers(row_bytes: int, count: int = ROWS) -> list[memoryview]:
@@ -117,11 +122,13 @@ def test_what_was_not_sent_so_is_no_row(
 def test_silence_ends_it_and_so_does_another_thread(
     stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
 ) -> None:
+    given_up_after(0.3, *pair)
     with pytest.raises(StreamEnded, match="nothing moved for too long"):
         stream().receive(pair[1], buffers(100))
     space = RowSpace(1, 64 << 20)
     with pytest.raises(StreamEnded, match="nothing moved for too long"):
         stream().send(pair[0], space.rows, space.generations, [0], [1])
+    given_up_after(30.0, *pair)
     told: list[str] = []
 
     def receive() -> None:
@@ -149,11 +156,12 @@ def test_a_row_that_trickles_in_comes_whole(
     ours, theirs = socket.socketpair()
     stream().send(ours, space.rows, space.generations, [0], [1])
     sent = theirs.recv(1000)
+    given_up_after(1.0, *pair)
 
     def trickle() -> None:
         for at in range(0, len(sent), 60):
             pair[0].sendall(sent[at : at + 60])
-            time.sleep(0.1)  # a third of the deadline, which all of them together exceed
+            time.sleep(0.2)  # a fifth of the deadline, which all of them together exceed
 
     thread = threading.Thread(target=trickle)
     thread.start()
@@ -170,6 +178,7 @@ def test_a_row_that_trickles_in_comes_whole(
 def test_what_reads_from_the_socket_later_is_woken_by_a_byte(
     stream: type[RowStream], pair: tuple[socket.socket, socket.socket]
 ) -> None:
+    given_up_after(0.3, *pair)
     pair[0].sendall(LEAD.pack(1))
     with pytest.raises(StreamEnded, match="nothing moved for too long"):
         stream().receive(pair[1], buffers(1 << 20))
