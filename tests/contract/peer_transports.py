@@ -10,7 +10,7 @@ from tiering.peers.transports.nixl import NixlTransport
 from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
 
-QUIET_SECONDS_MAX = 0.7
+QUIET_SECONDS_MAX = 2.0
 
 
 def tcp(served: Served) -> TcpTransport:

@@ -4,9 +4,10 @@ its own that can be stopped and killed (`python peer_engine.py PORT [DIALS]`).""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +27,13 @@ QUICK = Patience(
     answer_seconds_max=2.0,
 )
 HANG_SECONDS = 30.0
+PATIENT = dataclasses.replace(
+    QUICK,
+    handshake_seconds_max=HANG_SECONDS,
+    silence_seconds_max=HANG_SECONDS,
+    answer_seconds_max=HANG_SECONDS,
+)
+"""Where nobody is gone: on a busy machine anybody may be silent for a second."""
 LOOPBACK = Address("127.0.0.1", 0)
 
 
@@ -74,13 +82,20 @@ class Shelf:
         self.told.append(("over", reason))
 
 
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for what nothing tells of."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def engine(number: int = 1, **options: Any) -> AsyncIterator[tuple[ControlPlane, Shelf]]:
     """An open control plane and what it serves. `options` are those of ControlPlane, and of
     `introduction` under `me`."""
     shelf = Shelf()
     me = introduction(number, **options.pop("me", {}))
-    options = {"at": LOOPBACK, "key": KEY, "patience": QUICK, **options}
+    options = {"at": LOOPBACK, "key": KEY, "patience": PATIENT, **options}
     control = ControlPlane(me, shelf, **options)
     async with asyncio.timeout(HANG_SECONDS), control:
         yield control, shelf
@@ -98,7 +113,7 @@ class Engine(Child):
 async def _main(port: int, dials: int | None) -> None:
     number = os.getpid() % 250 + 3
     at = Address("127.0.0.1", port)
-    async with ControlPlane(introduction(number), Shelf(), at, KEY, patience=QUICK) as control:
+    async with ControlPlane(introduction(number), Shelf(), at, KEY, patience=PATIENT) as control:
         if dials is not None:
             peer = await control.peer(Address("127.0.0.1", dials))
             await peer.fetch("r", keys(2))

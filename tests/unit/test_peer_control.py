@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from peer_engine import HANG_SECONDS, LOOPBACK, QUICK, Engine, Shelf, engine
+from peer_engine import HANG_SECONDS, LOOPBACK, PATIENT, QUICK, Engine, Shelf, engine, until
 from peer_frames import KEY, OTHER_KEY, introduction, keys
 from tiering.errors import ClosedError, ConfigError, PeerError
 from tiering.peers.addresses import Address
@@ -21,14 +21,6 @@ from tiering.peers.control import ControlPlane
 from tiering.peers.messages import Reference
 from tiering.testing.ports import free_port
 from tiering.testing.transports import descriptors
-
-
-async def until(what: object) -> None:
-    """Wait until `what()` is true."""
-    assert callable(what)
-    async with asyncio.timeout(HANG_SECONDS):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def peer_at_last(control: ControlPlane, at: Address) -> Peer:
@@ -71,7 +63,7 @@ async def test_a_peer_is_dialled_once_however_many_ask() -> None:
 
 
 async def test_more_questions_than_may_be_open_wait_for_their_turn() -> None:
-    few = dataclasses.replace(QUICK, rounds_max=4)
+    few = dataclasses.replace(PATIENT, rounds_max=4)
     async with engine(1, patience=few) as (serves, shelf), engine(2, patience=few) as (asks, _):
         peer = await asks.peer(serves.address)
 
@@ -230,7 +222,7 @@ async def test_nobody_there_costs_a_deadline_and_not_each_time() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         nowhere = Address("127.0.0.1", taken.getsockname()[1])
-        async with engine(1) as (asks, _):
+        async with engine(1, patience=QUICK) as (asks, _):
             with pytest.raises(PeerError, match=r"no answer to our greeting within 1\.5 seconds$"):
                 await asks.peer(nowhere)
             with pytest.raises(PeerError, match=r"no answer to our greeting.*tried again in"):
@@ -268,7 +260,7 @@ async def test_a_name_without_an_address_is_an_error_that_says_so() -> None:
 @pytest.mark.parametrize("how", ["kill", "stop"])
 async def test_a_peer_that_is_gone_fails_what_waits_for_it(how: str) -> None:
     with Engine() as other:
-        async with engine(1) as (asks, _):
+        async with engine(1, patience=QUICK) as (asks, _):
             peer = await asks.peer(other.at)
             assert await peer.lookup("r", keys(2)) == b"\1\0"
             getattr(other, how)()
@@ -285,7 +277,7 @@ async def test_a_peer_that_is_gone_fails_what_waits_for_it(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 async def test_a_guest_that_is_gone_holds_no_pins(how: str) -> None:
-    async with engine(1) as (serves, shelf):
+    async with engine(1, patience=QUICK) as (serves, shelf):
         port = serves.address.port
         with await asyncio.to_thread(Engine, dials=port) as other:
             assert len(shelf.pinned) == 1
@@ -301,7 +293,7 @@ async def test_a_guest_that_is_gone_holds_no_pins(how: str) -> None:
 @pytest.mark.slow
 async def test_a_peer_that_starts_anew_at_its_address_gets_a_new_session() -> None:
     with Engine(port=free_port()) as first:
-        async with engine(1) as (asks, _):
+        async with engine(1, patience=QUICK) as (asks, _):
             before = await asks.peer(first.at)
             first.kill()
             with Engine(port=first.at.port):
@@ -326,7 +318,7 @@ async def test_a_peer_that_ends_can_be_dialled_in_the_same_instant_a_hundred_tim
 
 
 async def test_an_engine_that_dials_again_and_has_lost_its_session_is_given_up_sooner() -> None:
-    patient = dataclasses.replace(QUICK, silence_seconds_max=2 * HANG_SECONDS)
+    patient = dataclasses.replace(PATIENT, silence_seconds_max=2 * HANG_SECONDS)
     async with engine(1, patience=patient) as (serves, shelf), engine(2) as (asks, _):
         peer = await asks.peer(serves.address)
         await peer.fetch("r", keys(2))
@@ -345,7 +337,7 @@ async def test_an_engine_that_knows_another_by_two_names_has_two_sessions() -> N
         names = [Address(host, serves.address.port) for host in ("localhost", "127.0.0.1")]
         peers = [await asks.peer(name) for name in names]
         for _ in range(5):
-            await asyncio.sleep(QUICK.heartbeat_seconds)
+            await asyncio.sleep(PATIENT.heartbeat_seconds)
             for peer in peers:
                 assert await peer.lookup("r", keys(1)) == b"\1"
         assert [await asks.peer(name) for name in names] == peers
@@ -354,12 +346,13 @@ async def test_an_engine_that_knows_another_by_two_names_has_two_sessions() -> N
 
 @pytest.mark.slow
 async def test_siblings_of_a_silent_engine_are_given_up_sooner() -> None:
+    patience = dataclasses.replace(QUICK, silence_seconds_max=5.0)
     with Engine() as first, Engine() as second:
-        async with engine(1) as (asks, _):
+        async with engine(1, patience=patience) as (asks, _):
             one, two = await asks.peer(first.at), await asks.peer(second.at)
             first.stop()
             second.stop()
-            one.session._heard_at -= 0.5  # the first one fell silent earlier
+            one.session._heard_at -= 4.5  # the first one fell silent earlier
             await until(lambda: one.over is not None)
             with pytest.raises(PeerError, match="another engine of its host has fallen silent"):
                 await asks.peer(second.at)
@@ -432,7 +425,7 @@ async def test_nothing_is_left_behind() -> None:
 
 
 async def test_what_is_not_open_dials_nobody() -> None:
-    control = ControlPlane(introduction(), Shelf(), LOOPBACK, KEY, patience=QUICK)
+    control = ControlPlane(introduction(), Shelf(), LOOPBACK, KEY, patience=PATIENT)
     with pytest.raises(ClosedError):
         await control.peer(Address("127.0.0.1", 1))
     await control.open()

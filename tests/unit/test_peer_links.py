@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from peer_engine import LOOPBACK, QUICK, Shelf, engine
+from peer_engine import LOOPBACK, PATIENT, Shelf, engine
 from peer_frames import KEY, introduction
 from test_peers_tier import Engine, engines
 from tiering.clock import Clock
@@ -35,7 +35,7 @@ async def mute(clock: Clock | None = None) -> AsyncIterator[tuple[Links, Peer]]:
         await transport.open()
         links = Links([transport], clock)
         async with (
-            ControlPlane(offers, Shelf(), LOOPBACK, KEY, patience=QUICK) as serves,
+            ControlPlane(offers, Shelf(), LOOPBACK, KEY, patience=PATIENT) as serves,
             engine(2) as (asks, _),
         ):
             yield links, await asks.peer(serves.address)

@@ -58,7 +58,7 @@ def mapped_rows() -> int:
 
 class TransportContract(ABC):
     """`maker` is `module:function` of what makes a transport of `Served`, here and in other
-    processes; one that gives up what is quiet for a second or less."""
+    processes; one that gives up what is quiet for two seconds: a busy machine may be for one."""
 
     maker: str
 
