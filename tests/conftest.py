@@ -47,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _files_are_counted_when_a_tier_is_open() -> Iterator[None]:
+    """However busy the machine is: what is not counted after a second is not written to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiering.tiers.files.books.COUNT_SECONDS_MAX", 60.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     """What a test leaves running, the next ones of its process meet. Set up before all that a
