@@ -23,7 +23,7 @@ from tiering.events.blocks import (
 from tiering.events.subscriber import EventSubscriber, Received
 
 LOOPBACK = "tcp://127.0.0.1:0"
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 SIZE = 4
 
 

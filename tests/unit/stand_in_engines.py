@@ -23,7 +23,7 @@ from tiering.proxy.server import Patience, serving
 from tiering.testing.clocks import ManualClock
 from tiering.testing.ports import free_port
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 PIECES = (b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n")
 
 

@@ -67,7 +67,7 @@ async def test_a_router_hears_what_is_stored_dropped_and_found_after_a_restart(
 
     known = router.blocks[DISK]
     async with opened(settings, publish) as (events, store):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while router.held(DISK) != blocks(TOKENS, 4):
                 turns.clear()
                 await turns.wait()

@@ -20,7 +20,7 @@ from tiering.tiers.disk.catalogue import Catalogue, catalogue_path
 KEYS = [bytes([at]) * 36 for at in range(8)]
 TOLD = [Description(key[:8], b"", key[:4] * 4, "adapter", [["salt"], None]) for key in KEYS]
 PAIRS = list(zip(KEYS, TOLD, strict=True))
-SECONDS = 20.0
+SECONDS = 60.0
 
 Make = Callable[..., Catalogue]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -176,6 +177,7 @@ def test_further_copiers_of_a_device_take_no_further_descriptors(
     config = CONFIG.model_copy(update={"kernel_below_bytes": 0})
     with Region.open(region_name("again"), made.row, 64 << 10, tmp_path) as region:
         gpu(fake).open_copier(groups, region, 0, config).close()
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             gpu(fake).open_copier(groups, region, 0, config).close()

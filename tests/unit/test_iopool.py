@@ -13,7 +13,7 @@ import pytest
 from tiering.errors import ClosedError
 from tiering.tiers.disk.iopool import SPAN_ITEMS_MAX, IoPool, Lane
 
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 60
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -271,6 +272,7 @@ def test_no_descriptor_is_left_of_children_that_are_over(own: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    gc.collect()
     before = descriptors()
     with opened(own, fs(own / "kv")) as scene:
         during = descriptors()

@@ -164,7 +164,7 @@ async def test_while_one_request_renews_keys_the_others_go_on_with_them(
     first = asyncio.create_task(get(store))
     while not aws.with_name("waits").exists():  # noqa: ASYNC110 (a program makes it)
         await asyncio.sleep(0.01)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         assert await asyncio.gather(*(get(store) for _ in range(3))) == [b"body"] * 3
     assert not first.done()
     aws.with_name("go").touch()

@@ -397,7 +397,7 @@ async def test_an_engine_that_evicts_meanwhile_is_not_taken_for_damage(
 @pytest.mark.slow
 async def test_batches_are_read_at_the_same_time(tmp_path: Path) -> None:
     await fill_files(tmp_path, MANY)
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     io = Scripted(lambda call: meet(both) if call < 2 else None, nothing)
     assert scrubbed(tmp_path, io=io).good == len(MANY)
     assert not both.broken
@@ -433,7 +433,7 @@ def test_what_was_left_unused_is_kept_for_a_second_only() -> None:
 
 async def test_an_interruption_keeps_what_was_found(tmp_path: Path) -> None:
     await fill_files(tmp_path, MANY)
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     begun: list[int] = []
 
     class Counting(PortableIo):

@@ -3,6 +3,7 @@ look from outside sees."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -401,6 +402,7 @@ def test_it_writes_only_where_it_was_opened(
 
 
 def test_nothing_stays_open(directory: Path) -> None:
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     for direct in (BUFFERED, Direct(reads=False, writes=True)):
         files = make_files(directory)

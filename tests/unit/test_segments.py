@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import random
 from pathlib import Path
@@ -184,6 +185,7 @@ async def test_an_error_that_the_user_did_not_make_is_the_tiers(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(segment_open.diskio, "probe", broken)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TierError, match="cannot be opened"):
         await make_tier(tmp_path).open()

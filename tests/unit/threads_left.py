@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection
 
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 5.0
 """For threads that were told to end, and that nobody waits for."""
 POLL_SECONDS = 0.002
 

@@ -72,7 +72,7 @@ async def guarded(
     tier = GuardedTier(inner, clock, **settings)
     await tier.open()
     # A test that fails must not hang.
-    ending = asyncio.get_running_loop().call_later(20, inner.let_all_go)
+    ending = asyncio.get_running_loop().call_later(60, inner.let_all_go)
     try:
         yield tier, clock
     finally:
