@@ -96,7 +96,8 @@ def test_chunks_come_back_and_the_death_of_the_loop_is_survived(
         assert engine.ask(prompt) == warm, "from the disk, by another engine's process"
         os.kill(loop, signal.SIGKILL)
         until(lambda: is_gone(loop), "it was not reaped")
-        assert from_disk(engine) == 0
+        # All of it where a busy machine takes so long to ask that the next one runs by then.
+        assert from_disk(engine) in (0, HIT)
         until(lambda: from_disk(engine) == HIT, "the disk never came back")
         assert loops_of(engine) != [loop]
         assert_at_rest(engine)
