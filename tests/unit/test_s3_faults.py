@@ -336,7 +336,7 @@ async def test_a_secret_is_in_no_message_and_no_log(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     for name in ("botocore", "aiobotocore", "aiohttp", "tiering"):
-        logging.getLogger(name).setLevel(logging.DEBUG)
+        caplog.set_level(logging.DEBUG, name)
     store = S3Store(config(server))
     await store.open()
     assert await get(store) == BODY
