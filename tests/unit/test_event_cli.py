@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tiering.cli import events_check, main
 from tiering.events.blocks import MEDIUM_STORAGE, BlockStored
 from tiering.events.mirror import hash_number
 from tiering.events.publisher import ZmqPublisher
+from tiering.events.subscriber import EventSubscriber, Received
 from tiering.keys import chunk_key, split_key
 from tiering.maintenance import StoredChunks
 from tiering.testing import examples
@@ -39,13 +41,41 @@ Output = pytest.CaptureFixture[str]
 QUICK = ("--interval", "0.1")
 
 
+class LateClock:
+    """Stands still until somebody was heard of, however long a busy machine takes for that."""
+
+    began: float | None = None
+
+    def now(self) -> float:
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+
 @pytest.fixture
-def publisher() -> Iterator[ZmqPublisher]:
+def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqPublisher]:
+    """Whoever reads it has all of `--seconds` for what comes after the first answer."""
+    clocks: list[LateClock] = []
+    receive = EventSubscriber.receive
+
+    def clock() -> LateClock:
+        clocks.append(LateClock())
+        return clocks[-1]
+
+    async def heard(subscriber: EventSubscriber, seconds: float) -> list[Received]:
+        found = await receive(subscriber, seconds)
+        stats = subscriber.stats()
+        if clocks[-1].began is None and (found or stats.replays > stats.replays_failed):
+            clocks[-1].began = time.monotonic()
+        return found
+
+    monkeypatch.setattr("tiering.cli.events.MonotonicClock", clock)
+    monkeypatch.setattr(EventSubscriber, "receive", heard)
     with ZmqPublisher(LOOPBACK, replay_endpoint=LOOPBACK) as made:
         yield made
 
 
 def at(publisher: ZmqPublisher, *more: str) -> list[str]:
+    """When all is sent: an answer has all of it."""
+    wait_until(lambda: not publisher.stats().queued)
     return ["events", publisher.endpoint, "--replay", str(publisher.replay_endpoint), *more]
 
 
