@@ -147,7 +147,7 @@ class FaultyIo:
         with self._lock:
             self._gates.setdefault(operation, threading.Event())
 
-    def wait_hung(self, calls: int, timeout_seconds: float = 10.0) -> bool:
+    def wait_hung(self, calls: int, timeout_seconds: float = 60.0) -> bool:
         """Wait until so many calls hang; whether they do. Blocks."""
         with self._hung:
             return self._hung.wait_for(lambda: self._hanging >= calls, timeout_seconds)
