@@ -23,7 +23,7 @@ from tiering.testing.producer import SESSION, TOKEN
 from tiering.testing.rowspace import RowSpace, holds
 
 ROW = 64 << 10
-QUIET = 0.5
+QUIET = 1.0
 """Of transports whose other side is silent on purpose: on a busy machine any may be as long."""
 MAGIC = b"KVPEER\r\n"
 HANG_SECONDS = 30.0
@@ -137,15 +137,16 @@ async def test_a_bit_that_flips_on_the_way_is_noticed() -> None:
         assert all(isinstance(outcome, Failed) for outcome in outcomes)
 
 
+@pytest.mark.slow
 async def test_a_slow_answer_is_waited_for_as_long_as_something_comes() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await wanted(reader)
         whole = row(GOOD) * 3
         for at in range(0, len(whole), len(whole) // 8 + 1):
             writer.write(whole[at : at + len(whole) // 8 + 1])
-            await asyncio.sleep(0.2)  # all of them together exceed what is quiet
+            await asyncio.sleep(QUIET / 5)  # all of them together exceed what is quiet
 
-    async with served_by(talk) as offer, transport(quiet_seconds_max=1.0) as ours:
+    async with served_by(talk) as offer, transport(quiet_seconds_max=QUIET) as ours:
         link = await ours.connect(offer, SESSION, TOKEN)
         outcomes, _ = await read_three(link)
         assert outcomes == [Moved.HIT] * 3
@@ -176,7 +177,13 @@ async def test_an_impostor_without_the_token_is_not_believed() -> None:
             await ours.connect(offer, SESSION, TOKEN)
 
 
-@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), b""])
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40),
+        pytest.param(b"", marks=pytest.mark.slow),
+    ],
+)
 async def test_what_is_no_peer_is_told_from_one(greeting: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
@@ -231,28 +238,29 @@ async def is_closed(of: socket.socket) -> bool:
         SESSION + bytes(64),  # no proof
         bytes(80),
         b"GET / HTTP/1.1\r\nHost: example\r\n\r\n" + bytes(60),
-        b"x",  # and then nothing
-        b"",
+        pytest.param(b"x", marks=pytest.mark.slow),  # and then nothing
+        pytest.param(b"", marks=pytest.mark.slow),
     ],
 )
 async def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
-    async with transport(quiet_seconds_max=QUIET) as ours:
+    async with transport(quiet_seconds_max=QUIET) as ours, transport() as theirs:
         came = await dialled(ours)
         await asyncio.get_running_loop().sock_sendall(came, hello)
         assert await is_closed(came)
-        link = await ours.connect(ours.offer(), SESSION, TOKEN)
+        link = await theirs.connect(ours.offer(), SESSION, TOKEN)
         assert (await read_three(link))[0] != []
 
 
+@pytest.mark.slow
 async def test_strangers_that_keep_standing_there_do_not_keep_others_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doors, "STRANGERS_MAX", 3)
-    async with transport(quiet_seconds_max=QUIET) as ours:
+    async with transport(quiet_seconds_max=QUIET) as ours, transport() as theirs:
         strangers = [await dialled(ours) for _ in range(5)]
         for stranger in strangers:
             assert await is_closed(stranger)
-        await ours.connect(ours.offer(), SESSION, TOKEN)
+        await theirs.connect(ours.offer(), SESSION, TOKEN)
 
 
 @pytest.mark.slow
@@ -275,6 +283,7 @@ async def test_a_stranger_that_says_a_byte_now_and_then_is_not_waited_for(
         assert said < 79
 
 
+@pytest.mark.slow
 async def test_who_was_let_in_and_asks_for_nonsense_is_shown_the_door() -> None:
     loop = asyncio.get_running_loop()
     async with transport(quiet_seconds_max=QUIET) as ours:
