@@ -161,13 +161,15 @@ async def test_what_is_held_while_a_replay_is_waited_for_is_bounded() -> None:
         async with EventSubscriber(
             bare.endpoint,
             replay_endpoint=bare.replay_endpoint,
-            replay_seconds_max=SOON,
+            replay_seconds_max=PATIENCE_SECONDS,
             unread_batches_max=10,
         ) as subscriber:
             await receive_until(subscriber, bare.count_subscriptions)
             for number in range(5, 1000):
                 bare.send(number, payload(stored(number)))
             await receive_until(subscriber, lambda: subscriber._sequencer.held == 10)
+            await receive_until(subscriber, bare.count_requests)
+            bare.answer(0)  # that there is nothing before
             found = await receive(subscriber, 10)
     assert numbers(found)[:10] == list(range(5, 15))
     assert found[0].missed == 5

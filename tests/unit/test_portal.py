@@ -160,10 +160,12 @@ class HungTier(MemoryTier):
         super().__init__()
         self.is_hung = threading.Event()
         self.let = threading.Event()
+        self.has_gone_on = False
 
     async def contains(self, keys: Sequence[bytes]) -> list[ReadOutcome]:
         self.is_hung.set()
-        self.let.wait(30)
+        self.let.wait(60)
+        self.has_gone_on = True
         return await super().contains(keys)
 
 
@@ -173,9 +175,8 @@ def test_close_leaves_a_hung_loop_behind_within_its_bound() -> None:
     with started(tier) as (portal, _):
         portal.submit([Contains(1, 0, (A,), NEVER)])
         assert tier.is_hung.wait(60)
-        began = time.monotonic()
         assert portal.close(0.0) is False
-        assert time.monotonic() - began < 5
+        assert not tier.has_gone_on, "it was not waited for"
         tier.let.set()
         assert portal.close(5.0) is True
 
@@ -293,11 +294,12 @@ class Wire:
         return came
 
 
+@pytest.mark.slow
 def test_only_plain_data_crosses_the_portal() -> None:
     tier = MemoryTier()
     with started(tier) as (portal, rows):
         wire = Wire(portal)
-        core = Residency(SLOTS, 1, LruPolicy(SLOTS), ManualClock(), load_deadline_seconds=0.02)
+        core = Residency(SLOTS, 1, LruPolicy(SLOTS), ManualClock(), load_deadline_seconds=1.0)
         engine = Engine(core, wire, NoEvents())
 
         def pump_until(condition: Callable[[], object]) -> None:
