@@ -203,6 +203,7 @@ def test_a_store_that_hangs_is_given_up_at_the_fence_and_has_failed_when_it_ends
     scene.cuda.go_on(COMPUTE)
     scene.cuda.wait_until(lambda: scene.cuda.given(scene.stores, "record") == 2)
     scene.cuda.run_all()
+    monkeypatch.setattr(worker, "FENCE_SECONDS", 60.0)
     half.fence(StepOrders(fence=[2]))
     assert told(half) == ({1: 1, 2: 1}, {1})
     (error,) = warnings(caplog)
@@ -232,7 +233,7 @@ def test_with_a_real_copier_the_fence_blocks_until_the_source_is_read() -> None:
         may_go_on = threading.Event()
 
         def _carry_out(self, *copy: object) -> None:
-            assert self.may_go_on.wait(10)
+            assert self.may_go_on.wait(60)
             super()._carry_out(*copy)  # type: ignore[arg-type]
 
     rank = Rank()
@@ -250,7 +251,7 @@ def test_with_a_real_copier_the_fence_blocks_until_the_source_is_read() -> None:
     thread.start()
     assert not passed.wait(0.03)
     copier.may_go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert passed.is_set()
     assert rank.share[0, 0] == 3
     assert told(half) == ({1: 1}, set())
