@@ -4,6 +4,7 @@ the gaps. vLLM is asked for by its metadata, never imported."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -63,3 +64,15 @@ def _no_thread_is_left() -> Iterator[None]:
     yield
     if left := threads_left(before):
         pytest.fail(f"threads are left: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_log_level_is_left() -> Iterator[None]:
+    """A test after it would see other lines than it does by itself."""
+    before = _log_levels()
+    yield
+    assert _log_levels() == before, "leave levels to caplog.set_level, which sets them back"
+
+
+def _log_levels() -> dict[str, int]:
+    return {name: logging.getLogger(name).level for name in ("", "tiering")}
