@@ -75,7 +75,8 @@ async def test_a_peer_that_is_being_dialled_is_in_use() -> None:
     """Somebody waits for it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = Address("127.0.0.1", silent.getsockname()[1])
-        async with engine(1) as (serves, _), engine(2, peers_max=1) as (asks, _):
+        hurried = {"peers_max": 1, "patience": QUICK}
+        async with engine(1) as (serves, _), engine(2, **hurried) as (asks, _):
             dialling = asyncio.get_running_loop().create_task(asks.peer(at))
             await asyncio.sleep(0.05)
             with pytest.raises(PeerError, match="1 peers are in use already"):
