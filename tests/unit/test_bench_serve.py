@@ -339,6 +339,7 @@ def test_cpu_time_of_processes_is_added_up() -> None:
 def test_a_model_that_cannot_be_written_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("torch", reason="needs torch: `make test` installs it")
     (tmp_path / "file").write_text("mine")
     assert main(["model", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith(f"tiering-bench: DIR = '{tmp_path / 'file'}': ")

@@ -248,6 +248,7 @@ def test_counting_forgets_only_what_is_gone_for_sure(
     assert manifest.totals().chunks == 1
     shard.reconcile(manifest)
     assert manifest.totals().chunks == 0
+    manifest.close()
 
 
 async def test_what_holds_no_chunk_makes_way_for_one(tmp_path: Path) -> None:
