@@ -132,14 +132,21 @@ def test_stat_takes_as_many_requests_as_there_are_pages(
     assert scripted.count() == {"list": 1 + 3 + 3, "get": 2}
 
 
-@pytest.mark.parametrize("form", ["tier alone", "engine's", "whole", "stdin"])
+@pytest.mark.parametrize("form", ["tier alone", "engine's", "whole", "among others", "stdin"])
 def test_stat_finds_the_bucket_in_a_configuration(
     form: str, scripted: ScriptedS3, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = entry(Served(scripted.endpoint))
     engine = {**GOOD, "secondary_tiers": [tier]}
     whole = {**WHOLE, "kv_connector_extra_config": engine}
-    texts = {"tier alone": tier, "engine's": engine, "whole": whole, "stdin": engine}
+    others = {"connectors": [{"kv_connector": "NixlConnector"}, whole]}
+    texts = {
+        "tier alone": tier,
+        "engine's": engine,
+        "whole": whole,
+        "among others": {"kv_connector": "MultiConnector", "kv_connector_extra_config": others},
+        "stdin": engine,
+    }
     text = json.dumps(texts[form])
     if form == "stdin":
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 from tiering import maintenance
 from tiering.cli import exits, roots, stat, words
-from tiering.cli.config import read_source
+from tiering.cli.config import read_source, settings_in
 from tiering.cli.progress import Progress
 from tiering.clock import MonotonicClock
-from tiering.config import EXTRA_CONFIG, ObjTierConfig, load_json, parse
+from tiering.config import ObjTierConfig, parse
 from tiering.config.problems import Shown
 from tiering.errors import ConfigError, TieringError
 from tiering.maintenance import BucketSurvey
@@ -41,22 +42,25 @@ def _tier_of(source: str) -> tuple[str, ObjTierConfig]:
     its keys there."""
     if roots.is_url(source):
         raise TieringError(f"{source} does not say how the bucket is reached; {_WAY_OUT}")
-    data = load_json(read_source(source)[0])
-    if isinstance(data, dict) and "kv_connector" in data:
-        data = data.get(EXTRA_CONFIG, {})
-    if not isinstance(data, dict) or "store_config" in data:
-        return "", parse(ObjTierConfig, data)
-    tiers = data.get("secondary_tiers")
-    listed = tiers if isinstance(tiers, list) else []
-    of_buckets = [
-        at for at, tier in enumerate(listed) if isinstance(tier, dict) and tier.get("type") == "obj"
-    ]
-    if len(of_buckets) != 1:
-        how_many = f"{words.count(len(of_buckets), 'tier')} of type obj"
+    text, _ = read_source(source)
+    found = [tier for where, given in settings_in(text) for tier in _buckets(where, given)]
+    if len(found) != 1:
+        how_many = f"{words.count(len(found), 'tier')} of type obj"
         remedy = "give the one that is meant alone, with its store_config"
         raise ConfigError("secondary_tiers", Shown(how_many), "must have one of type obj", remedy)
-    where = f"secondary_tiers[{of_buckets[0]}]"
-    return f"{where}.", parse(ObjTierConfig, listed[of_buckets[0]], where)
+    ((where, tier),) = found
+    return f"{where}." if where else "", parse(ObjTierConfig, tier, where)
+
+
+def _buckets(where: str, given: object) -> Iterator[tuple[str, object]]:
+    """The tiers of type obj in an engine's settings, or the one that they are; with their paths."""
+    if not isinstance(given, dict) or "store_config" in given:
+        yield where, given
+        return
+    tiers = given.get("secondary_tiers")
+    for at, tier in enumerate(tiers if isinstance(tiers, list) else ()):
+        if isinstance(tier, dict) and tier.get("type") == "obj":
+            yield f"{where}{'.' if where else ''}secondary_tiers[{at}]", tier
 
 
 def _place(config: ObjTierConfig) -> str:

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         return exits.OK
     text, origin = read_source(arguments.source)
     try:
-        models = [(where, parse(model_class, given, where)) for where, given in _settings(text)]
+        models = [(where, parse(model_class, given, where)) for where, given in settings_in(text)]
     except ConfigError as error:
         if arguments.json:
             wrong = {"path": error.path, "message": str(error)}
@@ -58,7 +58,7 @@ def _show(model: EngineConfig, kind: str, origin: str, at: str, as_json: bool) -
     words.print_table([("key", "value", "from"), *rows])
 
 
-def _settings(text: bytes | str) -> list[tuple[str, object]]:
+def settings_in(text: bytes | str) -> list[tuple[str, object]]:
     """The settings in `text`, with the path to them: it is these, or the whole of vLLM's
     --kv-transfer-config, with any number of them."""
     data = load_json(text)
