@@ -115,7 +115,7 @@ BANS = (
         "a setting",
         {
             "benchmarks/": "a server inherits the environment",
-            "tiering/peers/transports/nixlagent.py": "UCX is told by it what it must not load",
+            "tiering/peers/transports/nixl.py": "UCX is told by it what it must not load",
             "tiering/testing/children.py": "a process inherits some of it",
             "tiering/tiers/peers/making.py": "vLLM's variables stand for keys that are left out",
         },

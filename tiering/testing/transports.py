@@ -271,18 +271,6 @@ class TransportContract(ABC):
                 await asyncio.sleep(0.3)
                 assert [bytes(buffer) for buffer in into] == snapshot
 
-    async def test_a_peer_that_is_stopped_takes_nothing_from_others(self) -> None:
-        with Producer(self.maker, 64, MIB) as stopped, Producer(self.maker, 64, MIB) as lively:
-            async with self.opened(1, MIB) as (ours, _), asyncio.timeout(HANG_SECONDS):
-                link = await ours.connect(stopped.offer, SESSION, TOKEN)
-                references, into = [Reference(slot, 1) for slot in range(64)], buffers(64, MIB)
-                stopped.stop()
-                await asyncio.gather(*(link.read(references, into) for _ in range(5)))
-                await link.close()
-                other = await ours.connect(lively.offer, SESSION, TOKEN)
-                assert await other.read(references, into) == [Moved.HIT] * 64
-                stopped.go_on()
-
     async def test_a_stopped_peer_cannot_be_linked_to(self) -> None:
         with Producer(self.maker, 1, 4096) as producer:
             producer.stop()

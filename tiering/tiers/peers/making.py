@@ -15,8 +15,7 @@ from tiering.peers.agreement import Introduction, described
 from tiering.peers.auth import SharedKey
 from tiering.peers.control import new_engine_id
 from tiering.peers.transports.base import Served, Space, Transport
-from tiering.peers.transports.nixl import NixlTransport
-from tiering.peers.transports.nixlagent import has_infiniband
+from tiering.peers.transports.nixl import NixlTransport, has_infiniband
 from tiering.peers.transports.shm import ShmTransport
 from tiering.peers.transports.tcp import TcpTransport
 from tiering.tiers.host import Region
