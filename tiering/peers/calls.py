@@ -289,7 +289,11 @@ class Guest(_End):
     def __init__(self, session: Session, clock: Clock, source: Source) -> None:
         super().__init__(session, clock)
         self._source = source
-        self._is_known = False
+
+    @property
+    def was_greeted(self) -> bool:
+        """Whether the source knows it. Before, nobody can refuse anybody but this engine."""
+        return self.session.peer is not None
 
     def hits(self, of: Round, hits: bytes) -> bool:
         """Answer a lookup: for each key 1 where it is there, else 0. False where nobody waits for
@@ -311,7 +315,6 @@ class Guest(_End):
     def _happened(self, event: Event) -> None:
         match event:
             case Greeted():
-                self._is_known = True
                 self._source.greeted(self)
             case Wanted(of, question):
                 self._source.wanted(self, of, question)
@@ -319,5 +322,5 @@ class Guest(_End):
                 self._source.released(self, of, success)
             case RequestOver(kv_request_id):
                 self._source.request_over(self, kv_request_id)
-            case Over(_, reason) if self._is_known:
+            case Over(_, reason) if self.was_greeted:
                 self._source.over(self, reason)

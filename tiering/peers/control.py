@@ -313,9 +313,8 @@ class ControlPlane:
             return
         del self._guests[whence]
         self._count(guest)
-        was_greeted = guest.session.peer is not None  # before, nobody can refuse anybody but we
         if guest.over.ending in ("refused", "malformed") and (
-            was_greeted or not guest.over.is_told
+            guest.was_greeted or not guest.over.is_told
         ):
             self._refusals.tell(guest.over.reason)
 
