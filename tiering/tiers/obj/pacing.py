@@ -15,6 +15,7 @@ import enum
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiering.clock import Clock
@@ -177,6 +178,15 @@ class Pacer:
     def limit(self) -> int:
         """How many requests may be under way now."""
         return self._pace.limit
+
+    async def insist(
+        self, lane: Lane, deadline: float, request: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        """`run`, begun anew for as long as the store asks for fewer requests: many that come at
+        once are asked to slow down, and that is no failure."""
+        while True:
+            with suppress(ThrottledError):
+                return await self.run(lane, deadline, request)
 
     async def run(
         self, lane: Lane, deadline: float, request: Callable[[], Awaitable[Result]]

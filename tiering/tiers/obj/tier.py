@@ -9,9 +9,8 @@ docs/object-store.md, docs/format.md.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import orjson
 
@@ -40,11 +39,9 @@ from tiering.tiers.obj.lookup import Known
 from tiering.tiers.obj.names import ObjNames
 from tiering.tiers.obj.pacing import Lane, Pacer, at_once
 from tiering.tiers.obj.parts import ObjLimits, Parts, build_parts
-from tiering.tiers.obj.store import ObjectStore, StoreError, ThrottledError
+from tiering.tiers.obj.store import ObjectStore, StoreError
 from tiering.underway import UnderWay
 from tiering_kernels.chunkio import HEADER_BYTES
-
-Result = TypeVar("Result")
 
 OPEN_SECONDS_MAX = 30.0
 """How long a store that asks for fewer requests is asked again at the start."""
@@ -306,21 +303,18 @@ class ObjTier(Tier):
         description, name = self._namespace.describe(), self._names.config
         content = orjson.dumps(description, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
-        async def insist(request: Callable[[], Awaitable[Result]]) -> Result:
-            """Many engines that start at once are asked to slow down, and that is no failure."""
-            while True:
-                with suppress(ThrottledError):
-                    return await pacer.run(Lane.LOAD, deadline, request)
-
-        found = await insist(lambda: self._store.get_small(name))
+        # Many engines may start at once.
+        found = await pacer.insist(Lane.LOAD, deadline, lambda: self._store.get_small(name))
         if found is None:
-            written = await insist(
+            written = await pacer.insist(
+                Lane.LOAD,
+                deadline,
                 lambda: self._store.put_small(name, content, if_absent=True),
             )
             if written is not None:
                 return
             # Somebody else was quicker.
-            found = await insist(lambda: self._store.get_small(name))
+            found = await pacer.insist(Lane.LOAD, deadline, lambda: self._store.get_small(name))
         differing = None if found is None else difference(found[0], description)
         if differing is not None:
             raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from tiering.clock import Clock
 from tiering.errors import TieringError
 from tiering.tiers.disk.paths import CONFIG_NAME, key_of, parse_directory
 from tiering.tiers.obj.pacing import Lane, Pacer
-from tiering.tiers.obj.store import Listed, ObjectStore, Page, StoreError, ThrottledError
+from tiering.tiers.obj.store import Listed, ObjectStore, Page, StoreError
 from tiering.tiers.upkeep.survey import BucketSurvey, NamespaceSurvey
 
 Result = TypeVar("Result")
@@ -167,8 +166,5 @@ class BucketLook:
         return (config, "") if isinstance(config, dict) else ({}, "")
 
     async def _insist(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """A store that asks for fewer requests is asked again, until the deadline."""
         deadline = self._clock.now() + _REQUEST_SECONDS
-        while True:
-            with suppress(ThrottledError):
-                return await self._pacer.run(Lane.UPKEEP, deadline, request)
+        return await self._pacer.insist(Lane.UPKEEP, deadline, request)
