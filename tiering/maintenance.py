@@ -84,12 +84,13 @@ def survey_bucket(
     told how many objects were seen. ConfigError where the bucket cannot be used, TieringError where
     it fails later."""
     # Nothing else here needs what these need.
+    from tiering.tiers.obj.names import above
     from tiering.tiers.obj.s3 import S3Store
     from tiering.tiers.upkeep.buckets import BucketLook
 
-    above = f"{config.prefix}/" if config.prefix else ""
-    store = S3Store(config.store_config, where=f"{where}store_config", prefix=above)
-    return asyncio.run(BucketLook(store, config.prefix, MonotonicClock(), progress).survey())
+    prefix = above(config.prefix)
+    store = S3Store(config.store_config, where=f"{where}store_config", prefix=prefix)
+    return asyncio.run(BucketLook(store, prefix, MonotonicClock(), progress).survey())
 
 
 def probe_io_path(directory: Path) -> Direct:

@@ -50,6 +50,7 @@ from tiering.tiers.disk.iopool import IoPool
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.tier import FsTier
 from tiering.tiers.host import Region
+from tiering.tiers.obj.names import above
 from tiering.tiers.obj.parts import ObjLimits
 from tiering.tiers.obj.s3 import S3Store
 from tiering.tiers.obj.tier import ObjTier
@@ -363,7 +364,7 @@ def _build_bucket(
     store = S3Store(
         config.store_config,
         where=f"{where}.store_config",
-        prefix=f"{config.prefix}/" if config.prefix else "",
+        prefix=above(config.prefix),
     )
     return ObjTier(
         f"obj:{bucket}/{config.prefix}" if config.prefix else f"obj:{bucket}",

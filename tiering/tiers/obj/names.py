@@ -19,6 +19,11 @@ from tiering.tiers.disk.paths import CONFIG_NAME, key_of, place_of
 LEASE_NAME = "lease.json"
 
 
+def above(prefix: str) -> str:
+    """What all names under `prefix` begin with."""
+    return f"{prefix}/" if prefix else ""
+
+
 @dataclass(frozen=True)
 class ObjNames:
     """The names of one rank of one namespace; `prefix` is "" or like `kv/prod`."""
@@ -55,7 +60,7 @@ class ObjNames:
 
     @property
     def _base(self) -> str:
-        return f"{self.prefix}/" if self.prefix else ""
+        return above(self.prefix)
 
     def chunk(self, key: bytes) -> str:
         """The object of `key`; ValueError where `key` cannot be one."""

@@ -85,14 +85,14 @@ class Tally:
 
 
 class BucketLook:
-    """One look at what is under `prefix` of `store`, which it opens and closes. `clock` is
-    monotonic; `progress` is told how many objects it has seen."""
+    """One look at what in `store`, which it opens and closes, has names that begin with `above`,
+    such as "team/kv/". `clock` is monotonic; `progress` is told how many objects it has seen."""
 
     def __init__(
-        self, store: ObjectStore, prefix: str, clock: Clock, progress: Callable[[int], None]
+        self, store: ObjectStore, above: str, clock: Clock, progress: Callable[[int], None]
     ) -> None:
         self._store = store
-        self._above = f"{prefix}/" if prefix else ""
+        self._above = above
         self._clock = clock
         self._progress = progress
         self._pacer = Pacer(1, clock, random.Random())
