@@ -51,6 +51,11 @@ def test_the_command_loads_what_it_needs_when_it_needs_it() -> None:
     assert loaded.isdisjoint(HEAVY - {"orjson"})
 
 
+def test_what_vllm_loads_in_each_process_loads_no_settings() -> None:
+    statement = "import tiering_connectors.vllm.plugin, tiering_connectors.vllm.checking"
+    assert loaded_by(statement).isdisjoint({"pydantic", "torch", "vllm"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments", "code", "told"),

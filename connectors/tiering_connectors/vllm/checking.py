@@ -14,9 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tiering.config import ConnectorConfig, engines, parse
 from tiering.errors import ConfigError
-from tiering.tiers.host import SHARED_MEMORY
 from tiering_connectors.vllm.roles import RoleError, Roles
 
 
@@ -63,12 +61,16 @@ def _refuse_wrong_roles(processor: Any) -> None:
 def check_settings(config: Any) -> None:
     """ConfigError if a KVTransferConfig has settings of one of our engines that cannot be used."""
     for where, extra in _engines(config):
+        from tiering.config import ConnectorConfig, parse
+
         _require_memory(parse(ConnectorConfig, extra, where).cpu_bytes_to_use, where)
 
 
 def _require_memory(wanted_bytes: int, where: str) -> None:
     """Only for what can never be had, as in a container that was given no more than the usual
     64 MiB: the region is whole rows, of which at least one fits, so over half of what is wanted."""
+    from tiering.tiers.host import SHARED_MEMORY
+
     try:
         space = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -96,6 +98,9 @@ def has_peers(config: Any) -> bool:
 def _engines(config: Any) -> list[tuple[str, object]]:
     if config is None:
         return []
+    # Here and above: vLLM loads this in each of its processes, also where nobody asks for us.
+    from tiering.config import engines
+
     return list(engines(config.kv_connector, config.kv_connector_extra_config))
 
 
