@@ -244,7 +244,7 @@ WRITER = textwrap.dedent(
             for start in range(0, 400, 20):
                 keys = [key_number(i) for i in range(start, start + 20)]
                 outcomes = await tier.write(keys, views([payload_of(key) for key in keys]))
-                print(*[outcome.name for outcome in outcomes], flush=True)
+                print(*[getattr(each, "name", each) for each in outcomes], flush=True)
 
     asyncio.run(write())
     """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ from fs_places import KEYS, NAMESPACE, children, file_of, make_tier, opened
 from tiering.testing.examples import CHUNK_BYTES, blank, stored, views
 from tiering.tiers.base import Failed, Read, Write
 from tiering.tiers.upkeep.survey import survey
+from tiering_kernels.chunkio import ChunkIo
+from tiering_kernels.engines import open_engine
+from tiering_kernels.portable import PortableIo
 
 
 async def test_ranks_that_share_a_root_each_read_their_own(tmp_path: Path) -> None:
@@ -46,6 +52,42 @@ async def test_a_cleaner_that_removes_everything_below_the_root_does_no_harm(
         assert [batch async for batch in tier.scan()] == []
         await stored(tier, KEYS)
         assert await tier.read(KEYS, blank(20)) == [Read.HIT] * 20
+
+
+class Prunes:
+    """Cleaners that come by as soon as a directory has been made, `times` for each, and take it
+    and what is above it, as far as they are empty."""
+
+    def __init__(self, times: int, below: Path) -> None:
+        self._times = times
+        self._below = below
+        self._came = Counter[str]()
+        self._mkdir = os.mkdir
+
+    def __call__(self, path: str | Path, mode: int = 0o777) -> None:
+        self._mkdir(path, mode)
+        made = Path(path)
+        if self._below in made.parents and self._came[str(path)] < self._times:
+            self._came[str(path)] += 1
+            with contextlib.suppress(OSError):
+                made.rmdir()
+                if made.parent != self._below:
+                    made.parent.rmdir()
+
+
+@pytest.mark.parametrize("engine", [PortableIo, open_engine])
+async def test_a_directory_that_cleaners_take_before_its_first_file_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Callable[[], ChunkIo]
+) -> None:
+    """A tier that opens and one that evicts remove empty directories, also those that another
+    process has made for a file which it is about to rename."""
+    async with opened(tmp_path, io=engine()) as tier:
+        prunes = Prunes(8, tmp_path / f"{NAMESPACE.directory}_r0")
+        monkeypatch.setattr(os, "mkdir", prunes)
+        await stored(tier, KEYS)
+        monkeypatch.undo()
+        assert await tier.read(KEYS, blank(20)) == [Read.HIT] * 20
+        assert list(tmp_path.rglob("*.tmp")) == []
 
 
 async def test_a_root_that_is_gone_is_not_made_again(tmp_path: Path) -> None:

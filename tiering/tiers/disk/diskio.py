@@ -42,6 +42,9 @@ USER_ERRORS = {
     errno.ELOOP: "name a directory, not a loop of symbolic links",
 }
 
+# Cleaners take empty directories; each comes by once, so they cannot win this often in a row.
+MAKING_TRIES_MAX = 64
+
 _PROBE_BYTES = 1 << 20
 _PROBE_ROUNDS = 3
 _FILE_MODE = 0o600
@@ -64,11 +67,17 @@ class Direct:
 
 def make_private_dirs(root: Path, target: Path) -> None:
     """Make `target` and its parents below `root`, but never `root`: a mount that is gone must
-    not grow a directory in its place."""
-    made = root
-    for part in target.relative_to(root).parts:
-        made = made / part
-        make_private_dir(made)
+    not grow a directory in its place. What a cleaner takes under our hands is made again."""
+    for tries_left in reversed(range(MAKING_TRIES_MAX)):
+        made = root
+        try:
+            for part in target.relative_to(root).parts:
+                made = made / part
+                make_private_dir(made)
+            return
+        except FileNotFoundError:
+            if made.parent == root or not tries_left:
+                raise
 
 
 def make_private_dir(path: Path) -> None:

@@ -250,7 +250,7 @@ class ChunkFiles:
     def _give_name(self, temp: str, final: str) -> int:
         """Make the directory of `final` and rename `temp` to it; as `ChunkIo.write_files` says."""
         try:
-            for _ in range(2):  # whoever prunes may take it, empty as it is, under our hands
+            for _ in range(diskio.MAKING_TRIES_MAX):
                 diskio.make_leaf(self._paths.root, os.path.dirname(final))
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(temp, final)
