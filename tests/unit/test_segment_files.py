@@ -437,6 +437,34 @@ def test_a_look_from_outside_needs_no_lock(directory: Path, files: SegmentFiles)
     )
 
 
+def test_a_look_from_outside_meets_what_comes_and_goes(
+    directory: Path, files: SegmentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier that opens makes a file to probe with, and may make its table anew."""
+    grow_fully(files)
+    files.set_records([0], KEYS[:1], [10])
+    children = diskio.children
+
+    def probing(path: Path) -> list[os.DirEntry[str]]:
+        probe = path / "probe.tmp"
+        probe.touch()
+        found = children(path)
+        probe.unlink()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diskio, "children", lambda path: probing(path) if path.exists() else [])
+        assert survey(directory).chunks == 1
+    fstat = os.fstat
+
+    def emptied(descriptor: int) -> os.stat_result:
+        os.truncate(directory / "table", 0)
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", emptied)
+    assert survey(directory).chunks == 0
+
+
 def test_a_look_at_nothing(directory: Path, files: SegmentFiles) -> None:
     assert list(frames(directory)) == []
     (directory / "ticks").unlink()

@@ -68,7 +68,7 @@ def survey(directory: Path) -> SegmentSurvey:
     return SegmentSurvey(
         chunks=chunks,
         bytes=chunks * geometry.frame_bytes,
-        file_bytes=sum(entry.stat().st_size for entry in diskio.children(directory)),
+        file_bytes=sum(map(_size, diskio.children(directory))),
         oldest_tick=int(ticks.min()) if chunks else None,
         newest_tick=int(ticks.max()) if chunks else None,
         temp_files=0,
@@ -88,7 +88,8 @@ def _opened(directory: Path) -> Iterator[tuple[int, Geometry, int]]:
         geometry = segment_table.geometry_in(os.pread(descriptor, HEADER_BYTES, 0))
         if geometry is None:
             raise _no_table(path, "not a table of slots")
-        n_slots = (os.fstat(descriptor).st_size - HEADER_BYTES) // RECORD_BYTES
+        # A tier that makes it anew has it shorter than its header for a moment.
+        n_slots = max(0, os.fstat(descriptor).st_size - HEADER_BYTES) // RECORD_BYTES
         yield descriptor, geometry, n_slots
     finally:
         os.close(descriptor)
@@ -102,6 +103,12 @@ def _used(directory: Path, n_slots: int) -> segment_table.Slots:
         finally:
             os.close(descriptor)
     return np.zeros(n_slots, np.int64)
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return entry.stat().st_size
+    return 0
 
 
 def _no_table(path: Path, reason: str | None) -> ConfigError:
