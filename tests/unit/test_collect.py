@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -305,6 +306,26 @@ async def test_what_an_interrupted_run_left_is_removed_and_nothing_like_it(tmp_p
     assert not dead.exists()
     assert live.exists()
     assert strange.exists()
+
+
+async def test_two_runs_that_remove_the_same_leave_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill_files(tmp_path)
+    found = collector(tmp_path, days=31)
+    plan = found.plan()
+    rmtree, met = shutil.rmtree, set[str]()
+
+    def meets_another(path: str) -> None:
+        if path not in met:
+            met.add(path)
+            raise FileNotFoundError(2, "No such file or directory", f"{path}/taken by the other")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", meets_another)
+    found.carry_out(plan, lambda done, total: None)
+    assert names(tmp_path) == [".manifest"]
+    assert plan.problems == []
 
 
 async def test_what_cannot_be_moved_is_told_and_stays(

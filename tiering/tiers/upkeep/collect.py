@@ -217,9 +217,10 @@ class Collector:
 
     def _remove(self, path: str, plan: Plan) -> None:
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
+            while os.path.isdir(path) and not os.path.islink(path):
+                with contextlib.suppress(FileNotFoundError):  # another run is at it, too
+                    shutil.rmtree(path)
+            if os.path.lexists(path):
                 os.unlink(path)
         except FileNotFoundError:
             pass
