@@ -69,10 +69,11 @@ def sweep(directories: Iterable[Path], now_seconds: float) -> int:
 
 def abandoned(directory: Path, now_seconds: float) -> Iterator[Path]:
     """The temp files directly in `directory` that `sweep` would remove."""
-    for path in directory.glob(f"*{TEMP_SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):
-            if _is_abandoned(path, now_seconds):
-                yield path
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_abandoned(directory / name, now_seconds):
+                    yield directory / name
 
 
 def _is_abandoned(path: Path, now_seconds: float) -> bool:
@@ -100,7 +101,8 @@ def _space() -> str:
 def _start_of(pid: int) -> int | None:
     """When `pid` was started, in clock ticks since boot; None where there is no such process.
 
-    A zombie counts as gone: it writes nothing any more.
+    A zombie counts as gone, as it writes nothing any more, once its other threads are: the first
+    to end after a kill may be the first one, and another be in the middle of a write.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -108,4 +110,5 @@ def _start_of(pid: int) -> int | None:
         return None
     # The second field is the program's name in brackets, and may itself contain brackets.
     state, *fields = stat.rpartition(b")")[2].split()
-    return None if state in (b"Z", b"X") else int(fields[18])
+    is_over = state in (b"Z", b"X") and int(fields[16]) <= 1
+    return None if is_over else int(fields[18])
