@@ -3,16 +3,107 @@ race is held open at its worst moment."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiering.tiers.disk import temps
+from fs_places import KEYS, NAMESPACE, opened
+from segment_places import make_files, segments_of
+from segment_places import opened as opened_segments
+from tiering.testing.examples import blank, stored
+from tiering.tiers.base import Read
+from tiering.tiers.disk import beginning, configfile, temps
+
+# Beginning, while a cleaner takes what is begun with
+
+
+class TakesAway:
+    """`tiering gc` comes by in the moment after config.json was agreed on: all of the namespace is
+    moved away, `times` times."""
+
+    def __init__(self, root: Path, times: int) -> None:
+        self._root = root
+        self._times = times
+
+    async def __call__(self, path: Path, description: dict[str, object]) -> None:
+        await AGREE(path, description)
+        if self._times:
+            self._times -= 1
+            aside = self._root / f".removed-{self._times}"
+            aside.mkdir()
+            for each in self._root.glob(f"{NAMESPACE.directory}*"):
+                each.rename(aside / each.name)
+
+
+AGREE = configfile.agree
+
+
+async def test_an_engine_that_opens_while_its_namespace_is_taken_away_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configfile, "agree", TakesAway(tmp_path, 3))
+    async with opened(tmp_path) as tier:
+        await stored(tier, KEYS)
+        assert await tier.read(KEYS, blank(20)) == [Read.HIT] * 20
+    assert (tmp_path / NAMESPACE.directory / "config.json").exists()
+
+
+async def test_so_does_one_with_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configfile, "agree", TakesAway(tmp_path, 3))
+    async with opened_segments(tmp_path) as tier:
+        await stored(tier, KEYS[:4])
+        assert await tier.read(KEYS[:4], blank(4)) == [Read.HIT] * 4
+    assert (tmp_path / NAMESPACE.directory / "config.json").exists()
+    assert (segments_of(tmp_path) / "table").exists()
+
+
+async def test_beginning_again_comes_to_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configfile, "agree", TakesAway(tmp_path, 1000))
+    with pytest.raises(Exception, match="No such file or directory"):
+        async with opened(tmp_path):
+            pass
+    assert len(list(tmp_path.glob(".removed-*"))) == beginning.TRIES_MAX
+
+
+def hold_lock(directory: Path, moved_to: Path | None) -> threading.Timer:
+    """As `tiering gc`, for a moment; it moves the directory away meanwhile, if `moved_to`."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def let_go() -> None:
+        if moved_to is not None:
+            directory.rename(moved_to)
+        os.close(descriptor)
+
+    timer = threading.Timer(0.05, let_go)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_who_has_the_lock_for_a_moment_is_waited_for(tmp_path: Path, is_moved: bool) -> None:
+    directory = tmp_path / "some_r0.segments"
+    files = make_files(directory)
+    timer = hold_lock(directory, tmp_path / "away" if is_moved else None)
+    try:
+        if is_moved:
+            with pytest.raises(FileNotFoundError):
+                files.take_lock()
+        else:
+            files.take_lock()
+    finally:
+        timer.join()
+        files.close()
+
 
 # Processes that end
 

@@ -30,10 +30,11 @@ from tiering.tiers.base import (
     check_buffers,
     nobody,
 )
-from tiering.tiers.disk import configfile, diskio, temps
+from tiering.tiers.disk import diskio, temps
+from tiering.tiers.disk.beginning import begin
 from tiering.tiers.disk.diskio import Direct, IoPath
 from tiering.tiers.disk.iopool import IoPool, Lane
-from tiering.tiers.disk.paths import CONFIG_NAME, FsPaths
+from tiering.tiers.disk.paths import FsPaths
 from tiering.tiers.files.batch import WriteBatch
 from tiering.tiers.files.books import Books
 from tiering.tiers.files.chunks import ChunkFiles
@@ -133,10 +134,11 @@ class FsTier(Tier):
         self._pool.start()
         try:
             try:
-                await self._pool.call(Lane.WRITE, self._make_directories)
-                config = self._paths.config_dir / CONFIG_NAME
-                await configfile.agree(config, self._namespace.describe())
-                files = await self._pool.call(Lane.WRITE, self._prepare)
+                paths = self._paths
+                directories = (paths.staging, paths.rank_dir)
+                files = await begin(
+                    self._pool, paths.root, self._namespace, directories, self._prepare
+                )
                 books = Books(
                     self.name,
                     self._paths,
@@ -253,12 +255,6 @@ class FsTier(Tier):
             raise ClosedError(f"{self.name} is not open")
         with self._under_way.one():
             yield self._open_parts
-
-    def _make_directories(self) -> None:
-        root = self._paths.root
-        diskio.make_private_dir(root)
-        for directory in (self._paths.config_dir, self._paths.staging, self._paths.rank_dir):
-            diskio.make_private_dirs(root, directory)
 
     def _prepare(self) -> ChunkFiles:
         staging = self._paths.staging

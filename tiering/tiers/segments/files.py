@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ SEGMENTS_MAX = 256
 """Segments are larger than SEGMENT_BYTES_MAX rather than more: each costs descriptors."""
 
 LOCK_NAME = "lock"
+LOCK_TRIES_MAX, _LOCK_POLL_SECONDS = 100, 0.01
 TABLE_NAME = "table"
 TICKS_NAME = "ticks"
 QUARANTINE_SUFFIX = ".quarantine"
@@ -124,12 +126,16 @@ class SegmentFiles:
         os.ftruncate(self._ticks, self.n_slots * TICK_BYTES)
 
     def take_lock(self) -> None:
-        """Be the only one; ConfigError, with the holder's process, where another is."""
+        """Be the only one; ConfigError, with the holder's process, where another is, and stays.
+        FileNotFoundError where the directory was moved away, as `tiering gc` does."""
         path = self.directory / LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
+            found, named = os.fstat(descriptor), path.lstat()
+            if (found.st_dev, found.st_ino) != (named.st_dev, named.st_ino):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
@@ -281,7 +287,7 @@ class SegmentFiles:
     def _open_segments(self) -> None:
         """Open the segments that hold the first slots without a gap; remove what is behind."""
         per_segment = self.geometry.slots_per_segment
-        number = 0
+        number = self.n_slots = 0
         while self.n_slots == number * per_segment < self.slots_max:
             slots = min(self._segment_slots(number), per_segment, self.slots_max - self.n_slots)
             if slots < 1:
@@ -365,6 +371,18 @@ def _allocate(descriptor: int, offset: int, count: int) -> None:
         if error.errno not in _NO_FALLOCATE:
             raise
         os.ftruncate(descriptor, offset + count)
+
+
+def _lock(descriptor: int) -> None:
+    """BlockingIOError where another has the lock; `tiering gc` has it for a moment only."""
+    for tries_left in reversed(range(LOCK_TRIES_MAX)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not tries_left:
+                raise
+            time.sleep(_LOCK_POLL_SECONDS)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

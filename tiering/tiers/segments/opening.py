@@ -12,10 +12,11 @@ from pathlib import Path
 from tiering.clock import Clock
 from tiering.layout import ALIGNMENT
 from tiering.namespace import Namespace
-from tiering.tiers.disk import configfile, diskio
+from tiering.tiers.disk import diskio
+from tiering.tiers.disk.beginning import begin
 from tiering.tiers.disk.diskio import Direct, IoPath
 from tiering.tiers.disk.iopool import IoPool, Lane
-from tiering.tiers.disk.paths import CONFIG_NAME, TEMP_SUFFIX
+from tiering.tiers.disk.paths import TEMP_SUFFIX
 from tiering.tiers.segments.files import SegmentFiles
 from tiering.tiers.segments.table import Records
 
@@ -38,11 +39,8 @@ async def make_ready(
     ConfigError where the user can help it, TierError for the rest. `files` may be half open then.
     """
     root = files.directory.parent
-    config_dir = root / namespace.directory
     try:
-        await pool.call(Lane.WRITE, lambda: _make_directories(root, config_dir, files.directory))
-        await configfile.agree(config_dir / CONFIG_NAME, namespace.describe())
-        await pool.call(Lane.WRITE, lambda: _open(files, io_paths, clock))
+        await begin(pool, root, namespace, [files.directory], lambda: _open(files, io_paths, clock))
         if others := await pool.call(Lane.READ, lambda: _bytes_beside(files.directory)):
             log.info(
                 "%s: %d bytes under it are other models' or versions', which max_bytes of layout "
@@ -61,21 +59,19 @@ async def make_ready(
         raise diskio.open_error(name, root, error) from error
 
 
-def _make_directories(root: Path, *below: Path) -> None:
-    diskio.make_private_dir(root)
-    for directory in below:
-        diskio.make_private_dirs(root, directory)
-
-
 def _open(files: SegmentFiles, io_paths: tuple[IoPath, IoPath], clock: Clock) -> None:
-    files.take_lock()
-    for left_over in files.directory.glob(f"*{TEMP_SUFFIX}"):
-        left_over.unlink(missing_ok=True)
-    direct = diskio.probe(files.directory, *io_paths, clock)
-    if files.geometry.payload_bytes % ALIGNMENT:
-        # Direct I/O moves whole pages only.
-        direct = Direct(reads=False, writes=False)
-    files.open(direct)
+    try:
+        files.take_lock()
+        for left_over in files.directory.glob(f"*{TEMP_SUFFIX}"):
+            left_over.unlink(missing_ok=True)
+        direct = diskio.probe(files.directory, *io_paths, clock)
+        if files.geometry.payload_bytes % ALIGNMENT:
+            # Direct I/O moves whole pages only.
+            direct = Direct(reads=False, writes=False)
+        files.open(direct)
+    except FileNotFoundError:
+        files.close()
+        raise
 
 
 def _bytes_beside(own: Path) -> int:
