@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tiering.testing.examples import CHUNK_BYTES, example_namespace, key_number
+from tiering.testing.examples import CHUNK_BYTES, example_namespace, key_number, payload_of, views
+from tiering.tiers.base import Write, WriteOutcome
 from tiering.tiers.files.tier import FsTier
 
 NAMESPACE = example_namespace()
@@ -38,6 +40,16 @@ async def opened(root: Path, **kwargs: Any) -> AsyncIterator[FsTier]:
         yield tier
     finally:
         await tier.close()
+
+
+async def write_when_counted(tier: FsTier, keys: list[bytes]) -> list[WriteOutcome]:
+    """What becomes of a write that is tried again for as long as it is refused."""
+    for _ in range(3000):
+        outcomes = await tier.write(keys, views([payload_of(key) for key in keys]))
+        if Write.REFUSED not in outcomes:
+            break
+        await asyncio.sleep(0.01)
+    return outcomes
 
 
 def file_of(root: Path, key: bytes, rank: int = 0) -> Path:

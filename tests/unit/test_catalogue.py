@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tiering.events.descriptions import Description, Suspects, Told
@@ -116,6 +117,48 @@ def test_a_broken_file_is_made_anew(
     assert catalogue.counters.snapshot()["catalogue_errors"] == 1
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
+
+
+def test_one_that_is_removed_under_those_who_use_it_is_made_anew_for_all(
+    make: Make, tmp_path: Path
+) -> None:
+    one, other = make(), make()
+    one.keep(PAIRS[:2])
+    other.keep(PAIRS[2:4])
+    answers(one, KEYS)
+    assert answers(other, KEYS).missing == KEYS[4:]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert answers(one, KEYS).missing == KEYS
+    one.keep(PAIRS[:2])
+    assert answers(one, KEYS[:2]).missing == []
+    assert answers(other, KEYS).described == PAIRS[:2]
+    other.keep(PAIRS[2:4])
+    assert answers(other, KEYS[:4]).missing == []
+    assert answers(one, KEYS).described == PAIRS[:4]
+
+
+def test_one_that_an_engine_finds_broken_is_not_taken_from_another_that_made_it_anew(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "catalogue.sqlite3"
+    one, other = make(), make()
+    one.keep(PAIRS[:2])
+    answers(one, KEYS)
+
+    def broken(body: bytes) -> Description:
+        for each in tmp_path.iterdir():
+            each.unlink()
+        other.keep(PAIRS[4:6])
+        answers(other, [])
+        raise msgspec.DecodeError("not a description")
+
+    monkeypatch.setattr(module, "decode", broken)
+    answers(one, KEYS)
+    monkeypatch.undo()
+    assert answers(one, KEYS).described == PAIRS[4:6]
+    assert path.exists()
+    assert answers(other, KEYS).described == PAIRS[4:6]
 
 
 def test_where_there_can_be_none_every_question_is_answered(

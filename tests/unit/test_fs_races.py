@@ -3,8 +3,12 @@ race is held open at its worst moment."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,12 +18,156 @@ from typing import Any
 
 import pytest
 
-from fs_places import KEYS, NAMESPACE, opened
+from fs_places import KEYS, NAMESPACE, file_of, files, opened, write_when_counted
 from segment_places import make_files, segments_of
 from segment_places import opened as opened_segments
-from tiering.testing.examples import blank, stored
-from tiering.tiers.base import Read
+from tiering.testing.examples import CHUNK_BYTES, blank, key_number, stored
+from tiering.tiers.base import Read, Write
 from tiering.tiers.disk import beginning, configfile, temps
+from tiering.tiers.files import books as fs_books
+from tiering.tiers.files import count as fs_count
+from tiering.tiers.files.bookings import Booked, ManifestBroken, ManifestBusy
+from tiering.tiers.files.count import Shard
+from tiering.tiers.files.limits import Limits, max_bytes_for
+from tiering.tiers.files.manifest import Manifest
+
+CHUNKS = 10
+FRAME = CHUNK_BYTES + 4096
+BOUND = Limits(max_bytes=max_bytes_for(CHUNKS, CHUNK_BYTES), min_free_bytes=0)
+MORE = [key_number(i) for i in range(100, 160)]
+
+
+def manifest_of(root: Path) -> Path:
+    return root / ".manifest" / "manifest.sqlite3"
+
+
+def booked(root: Path) -> set[bytes]:
+    with contextlib.closing(Manifest(manifest_of(root), "test", 0.0)) as manifest:
+        keys = {each.key for each in manifest.oldest(10_000)}
+        manifest.leave()
+        return keys
+
+
+def chunk_files(root: Path) -> list[Path]:
+    return files(root, "*_g0/*.bin")
+
+
+# The manifest, lost or held under engines that use it
+
+
+@pytest.mark.parametrize("how", ["removed", "broken"])
+async def test_engines_that_lose_the_manifest_keep_one_bound_together(
+    tmp_path: Path, how: str
+) -> None:
+    """Whoever finds it lost first makes another one, and the others take that."""
+    async with opened(tmp_path, limits=BOUND) as one, opened(tmp_path, limits=BOUND) as other:
+        await stored(one, KEYS[:CHUNKS])
+        if how == "removed":
+            shutil.rmtree(manifest_of(tmp_path).parent)
+        else:
+            with contextlib.closing(sqlite3.connect(manifest_of(tmp_path))) as database:
+                database.execute("DROP TABLE total")
+        for start in range(0, len(MORE), 5):
+            tier = (one, other)[start // 5 % 2]
+            await write_when_counted(tier, MORE[start : start + 5])
+            assert len(chunk_files(tmp_path)) <= CHUNKS
+        assert one.stats()["manifest_remade"] == other.stats()["manifest_remade"] == 1
+        assert {file_of(tmp_path, key) for key in booked(tmp_path)} == set(chunk_files(tmp_path))
+
+
+async def test_a_manifest_that_is_lost_while_an_engine_closes_is_none_of_its_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave(manifest: Manifest) -> None:
+        raise ManifestBroken("somebody removed it")
+
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await stored(tier, KEYS[:2])
+        monkeypatch.setattr(Manifest, "leave", leave)
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
+
+
+async def test_a_shard_that_could_not_be_counted_is_counted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its chunks would never be evicted, and take room beside the bound."""
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await stored(tier, KEYS[:CHUNKS])
+    shutil.rmtree(tmp_path / ".manifest")
+    monkeypatch.setattr(fs_count, "AGAIN_SECONDS", 0.01)
+    reconcile, refusals = Shard.reconcile, [1, 2, 3]
+
+    def held(shard: Shard, manifest: Manifest) -> None:
+        if refusals:
+            refusals.pop()
+            raise ManifestBusy("database is locked")
+        reconcile(shard, manifest)
+
+    monkeypatch.setattr(Shard, "reconcile", held)
+    async with opened(tmp_path, limits=BOUND) as tier:
+        assert set(await write_when_counted(tier, MORE[:5])) == {Write.STORED}
+        assert len(chunk_files(tmp_path)) == CHUNKS
+        assert tier.stats()["now_chunks"] == CHUNKS
+
+
+async def test_a_manifest_made_anew_is_not_counted_by_what_was_counted_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await stored(tier, KEYS[:CHUNKS])
+    shutil.rmtree(tmp_path / ".manifest")
+    reconcile, begun = Shard.reconcile, list[Shard]()
+
+    def lost_in_the_middle(shard: Shard, manifest: Manifest) -> None:
+        reconcile(shard, manifest)
+        begun.append(shard)
+        if len(begun) == CHUNKS // 2:
+            raise ManifestBroken("somebody removed it")
+
+    monkeypatch.setattr(Shard, "reconcile", lost_in_the_middle)
+    async with opened(tmp_path, limits=BOUND) as tier:
+        assert set(await write_when_counted(tier, MORE[:5])) == {Write.STORED}
+        assert len(chunk_files(tmp_path)) == CHUNKS
+        assert {file_of(tmp_path, key) for key in booked(tmp_path)} == set(chunk_files(tmp_path))
+
+
+async def test_without_a_manifest_for_a_moment_writes_are_refused_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped while it has the table, and goes on again."""
+    monkeypatch.setattr(fs_books, "OPEN_TRIES_MAX", 1)
+    monkeypatch.setattr(fs_books, "MAKE_AGAIN_SECONDS", 0.01)
+    is_held = [True] * 3
+
+    def held(books: fs_books.Books, now: float) -> Manifest:
+        if is_held:
+            is_held.pop()
+            raise ManifestBusy("database is locked")
+        return open_manifest(books, now)
+
+    open_manifest = fs_books.Books._opened
+    monkeypatch.setattr(fs_books.Books, "_opened", held)
+    async with opened(tmp_path, limits=BOUND) as tier:
+        assert set(await write_when_counted(tier, KEYS[:2])) == {Write.STORED}
+        assert is_held == []
+
+
+async def test_what_goes_to_make_room_for_the_manifest_stays_booked_if_it_comes_again(
+    tmp_path: Path,
+) -> None:
+    """Another process stores a chunk between its removal and the books' word of that."""
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await stored(tier, KEYS[:2])
+        assert tier._open_parts is not None
+        ours, books = tier._open_parts
+
+        def remove(victims: list[Booked]) -> list[Booked]:
+            return []  # and there they are again
+
+        ours.remove = remove  # type: ignore[assignment]
+        await books._ask(books._unlink_oldest)
+        assert booked(tmp_path) == set(KEYS[:2])
+
 
 # Beginning, while a cleaner takes what is begun with
 
@@ -140,6 +288,33 @@ def test_a_process_is_gone_when_its_last_thread_is() -> None:
         finally:
             dying.kill()
     assert temps.is_gone(owner, 0.0)
+
+
+def dead_owner() -> str:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return f"{temps.owner_name().split('-')[0]}-{process.pid}-1-0"
+
+
+async def test_what_a_dead_engine_was_writing_is_swept_by_whoever_settles_it(
+    tmp_path: Path,
+) -> None:
+    """So that no byte is left beside the bound until an engine of that rank starts again."""
+    owner = dead_owner()
+    async with opened(tmp_path, limits=BOUND, rank=1):
+        pass
+    with contextlib.closing(Manifest(manifest_of(tmp_path), owner, 0.0)) as dead:
+        dead.admit(f"{NAMESPACE.directory}_r1", KEYS[:3], FRAME, 1 << 40, 1 << 40)
+    half = tmp_path / NAMESPACE.directory / "tmp_r1" / f"{owner}.tmp"
+    half.write_bytes(b"half of a chunk")
+    async with opened(tmp_path, limits=BOUND) as tier:
+        await write_when_counted(tier, KEYS[:1])
+        for _ in range(1000):
+            if not half.exists():
+                break
+            await asyncio.sleep(0.01)
+        assert not half.exists()
+        assert tier.stats()["now_chunks"] == 1
 
 
 def test_a_sweep_of_a_directory_that_vanishes_is_over(

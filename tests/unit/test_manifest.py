@@ -130,6 +130,88 @@ def test_a_process_that_was_thought_gone_comes_back(tmp_path: Path) -> None:
     heir.close()
 
 
+def test_who_was_thought_gone_has_its_next_flight_settled_too(tmp_path: Path) -> None:
+    """Also where it ends before it could say that it is alive."""
+    path = tmp_path / "manifest"
+    silent, heir = Manifest(path, "silent", 0.0), Manifest(path, "heir", 9.0)
+    assert heir.inherit("silent") == []
+    flight = silent.admit("d", KEYS[:2], SIZE, HUGE, HUGE)
+    silent.close()
+    newcomer = Manifest(path, "newcomer", 9.0)  # who has nothing to do with it
+    assert {name for name, _ in heir.others()} == {"silent", "newcomer"}
+    assert heir.inherit("newcomer") == []
+    assert heir.inherit("silent") == [flight]
+    newcomer.close()
+    heir.close()
+
+
+def test_what_was_under_way_when_the_table_was_made_anew_is_booked_in_the_new_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "manifest"
+    one, other = Manifest(path, "one", 0.0), Manifest(path, "other", 0.0)
+    store(one, KEYS[:2])
+    flight = one.admit("d", KEYS[2:4], SIZE, ROOM[2], ROOM[2])
+    other.discard()
+    assert not one.is_current
+    other.close()
+    anew = Manifest(path, "other", 1.0)
+    elsewhere = anew.admit("d", KEYS[6:8], SIZE, HUGE, HUGE)
+    one.close()
+    assert anew.settle(flight, {KEYS[2]: 5}, kept=flight.victims[:1])
+    assert set(keys_of(anew.oldest(9))) == {KEYS[2], flight.victims[0].key}
+    assert anew.totals().chunks == 4, "and what others have under way there goes on"
+    assert anew.settle(elsewhere, {KEYS[6]: 6})
+    assert anew.totals().chunks == 3
+    anew.close()
+
+
+class BusyDatabase:
+    """Whatever it is asked, another process has the file."""
+
+    def execute(self, statement: str, *parameters: object) -> object:
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY_RECOVERY
+        raise error
+
+
+def test_a_table_that_another_process_holds_is_not_unsound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "manifest"
+    manifest = Manifest(path, "me", 0.0)
+    store(manifest, KEYS[:2])
+    manifest.counted()
+    with monkeypatch.context() as busy:
+        busy.setattr(manifest, "_db", BusyDatabase())
+        with pytest.raises(ManifestBusy):
+            manifest.is_sound()
+    identity = path.stat().st_ino
+
+    def busy_sound(manifest: Manifest) -> bool:
+        raise ManifestBusy("database is locked")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(Manifest, "is_sound", busy_sound)
+        with pytest.raises(ManifestBusy):
+            Manifest(path, "next", 0.0, discards=True)
+    assert path.stat().st_ino == identity
+    assert manifest.is_current
+    manifest.close()
+
+
+def test_a_directory_that_was_begun_anew_is_not_forgotten(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    store(manifest, KEYS[:4])
+    (tmp_path / "d").mkdir()
+    manifest.forget_directory(tmp_path / "d")
+    assert manifest.totals().chunks == 4
+    (tmp_path / "d").rmdir()
+    manifest.forget_directory(tmp_path / "d")
+    assert manifest.totals().chunks == 0
+
+
 def test_counting_makes_the_books_agree(manifest: Manifest) -> None:
     store(manifest, KEYS[:3])
     found = [Booked("d", key, SIZE, 7) for key in KEYS[2:6]]

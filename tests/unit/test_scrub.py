@@ -160,6 +160,28 @@ async def test_quarantine_moves_damaged_files_as_the_tier_does(tmp_path: Path) -
         manifest.close()
 
 
+async def test_what_an_engine_stores_again_meanwhile_stays_booked(tmp_path: Path) -> None:
+    """A scrub takes hours, and tells the manifest at its end what it has put aside."""
+    await fill_files(tmp_path)
+    flip(file_of(tmp_path, KEYS[3]), 5000)
+    scrub = scrub_of(tmp_path, quarantine=True)
+    forget = scrub._forget
+
+    def late(*told: Any) -> None:
+        thread = threading.Thread(target=lambda: asyncio.run(fill_files(tmp_path, KEYS[3:4])))
+        thread.start()
+        thread.join()
+        forget(*told)
+
+    scrub._forget = late  # type: ignore[method-assign]
+    scrub.run(lambda report: None)
+    assert scrub.report.quarantined == 1
+    assert file_of(tmp_path, KEYS[3]).exists()
+    manifest = Manifest(tmp_path / ".manifest" / "manifest.sqlite3", "test", 0.0)
+    assert manifest.totals().chunks == len(KEYS)
+    manifest.close()
+
+
 async def test_the_quarantine_is_bounded(tmp_path: Path) -> None:
     await fill_files(tmp_path, MANY)
     for key in MANY[:70]:

@@ -60,6 +60,7 @@ class Catalogue:
         self._asked = 0
         self._database: sqlite3.Connection | None = None
         self._path: Path | None = None
+        self._identity: database.Identity | None = None
         self._has_told = False
         self.counters = Counters(CATALOGUE_COUNTERS)
         self._thread = threading.Thread(target=self._run, name="tiering-catalogue", daemon=True)
@@ -135,24 +136,25 @@ class Catalogue:
             "told of them after a restart: %s (further errors are counted only)",
             error,
         )
-        path = self._let_go()
-        if path is not None and _is_broken(error):
-            with suppress(OSError):
-                database.remove(path)
+        if self._path is not None and self._database is not None and _is_broken(error):
+            with suppress(OSError, sqlite3.Error):
+                database.remove(self._path, self._identity)
+        self._let_go()
 
-    def _let_go(self) -> Path | None:
+    def _let_go(self) -> None:
         opened, self._database = self._database, None
         if opened is not None:
             with suppress(sqlite3.Error):
                 opened.close()
-        return self._path
 
     def _opened(self) -> sqlite3.Connection:
+        if self._path is not None and database.identity_of(self._path) != self._identity:
+            self._let_go()  # somebody removed it, and others have made another one
         if self._database is None:
             self._path = self._prepare()
-            self._database = opened = database.connect(self._path)
             # What a power cut takes is not announced.
-            database.set_up(opened)
+            self._database, self._identity = database.connect(self._path, discards=True)
+            opened = self._database
             with database.transaction(opened):
                 (version,) = opened.execute("PRAGMA user_version").fetchone()
                 if version == 0:
@@ -209,15 +211,6 @@ def catalogue_path(root: Path, namespace: str) -> Path:
 
 def _is_broken(error: Exception) -> bool:
     """Whether the file is at fault, rather than a full disk or another process."""
-    if isinstance(error, msgspec.MsgspecError):
-        return True
-    code = getattr(error, "sqlite_errorcode", None)
-    if isinstance(error, sqlite3.OperationalError) and code is not None:
-        return (code & 0xFF) in (
-            sqlite3.SQLITE_CORRUPT,
-            sqlite3.SQLITE_NOTADB,
-            sqlite3.SQLITE_ERROR,
-        )
-    return isinstance(error, sqlite3.DatabaseError) and not isinstance(
-        error, sqlite3.OperationalError
-    )
+    if isinstance(error, sqlite3.Error):
+        return database.is_broken(error)
+    return isinstance(error, msgspec.MsgspecError)

@@ -5,6 +5,7 @@ Plain values and pure functions, safe in any thread.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class Booked(msgspec.Struct, frozen=True, array_like=True):
 
 class Flight(msgspec.Struct, frozen=True, array_like=True):
     """What is on its way: `arriving` may be written once `victims` are gone. All of it is booked
-    until `Manifest.settle`. `id` is unique under the root."""
+    until `Manifest.settle`. `id` is that of no other flight, also where the table is made anew."""
 
     id: int
     arriving: list[Booked]
@@ -87,6 +88,11 @@ def disk_bytes(chunks: int, file_bytes: int) -> int:
     """What `chunks` files of `file_bytes` together take on the disk with their directories: each
     may have a leaf directory of its own, and there are at most SHARDS_MAX above those."""
     return file_bytes + DIRECTORY_BYTES * (chunks + min(chunks, SHARDS_MAX))
+
+
+def unique_number() -> int:
+    """For what others may still speak of when it is gone."""
+    return int.from_bytes(os.urandom(8), "big") >> 1
 
 
 packed = msgspec.msgpack.Encoder().encode
@@ -118,7 +124,8 @@ def translated() -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         kind = error.sqlite_errorcode & 0xFF  # without what SQLite adds to tell why
-        if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        # SQLITE_PROTOCOL: others came first each of the many times that it was tried.
+        if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL):
             raise ManifestBusy(str(error)) from error
         if kind in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY):
             raise ManifestFull(str(error)) from error

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tiering.clock import Clock
 from tiering.metrics import Counters
 from tiering.tiers.base import Listener, nobody
-from tiering.tiers.disk import database, diskio, mounts, temps
+from tiering.tiers.disk import diskio, mounts, temps
 from tiering.tiers.disk.iopool import IoPool, Lane
 from tiering.tiers.disk.paths import FsPaths
 from tiering.tiers.disk.ticks import Ticks
@@ -31,7 +31,7 @@ from tiering.tiers.files.bookings import (
     ManifestFull,
 )
 from tiering.tiers.files.chunks import ChunkFiles
-from tiering.tiers.files.count import Shard, shards_of
+from tiering.tiers.files.count import Shard, count_all, shards_of, there_in
 from tiering.tiers.files.limits import Limits
 from tiering.tiers.files.manifest import Manifest
 
@@ -43,6 +43,7 @@ FLUSH_SECONDS = 1.0
 UNFLUSHED_MAX = 1 << 16
 CHUNKS_WHEN_FULL = 16
 LOOK_SECONDS = 60.0
+MAKE_AGAIN_SECONDS = 1.0
 COUNT_SECONDS_MAX = 1.0
 SETTLE_TRIES_MAX = 5
 OPEN_TRIES_MAX, OPEN_SECONDS = 20, 0.02
@@ -79,6 +80,7 @@ class Books:
         self._manifest: Manifest | None = None
         self._is_counted = False
         self._turn = asyncio.Lock()
+        self._making = asyncio.Lock()
         self._used: dict[bytes, int] = {}
         self._gone: dict[bytes, None] = {}
         self._left: dict[str, Booked] = {}
@@ -99,7 +101,7 @@ class Books:
         self.is_shared = await self._pool.call(
             Lane.WRITE, lambda: mounts.is_local(self._paths.root)
         )
-        await self._make(may_reuse=True)
+        await self._make()
         if self._counting is not None:
             await asyncio.wait({self._counting}, timeout=COUNT_SECONDS_MAX)
 
@@ -109,15 +111,19 @@ class Books:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        if self._counting is not None and not self._counting.done():
-            self._counting.cancel()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._end_tasks()
         await self._flush()
+        await self._ask(lambda manifest: manifest.leave())
+        await self._end_tasks()  # of who has found it broken now
         if self._manifest is not None:
-            await self._ask(lambda manifest: manifest.leave())
             manifest, self._manifest = self._manifest, None
             await self._pool.call(Lane.WRITE, manifest.close)
+
+    async def _end_tasks(self) -> None:
+        while self._tasks:
+            if self._counting is not None:
+                self._counting.cancel()
+            await asyncio.wait(set(self._tasks))
 
     @property
     def is_counting(self) -> bool:
@@ -187,10 +193,13 @@ class Books:
             return manifest.settle(flight, {key: ticks[key] for key in ticks if key in here}, kept)
 
         async def land() -> None:
-            for _ in range(SETTLE_TRIES_MAX):
-                if await self._ask(settle):
+            tries = 0
+            while not await self._ask(settle):
+                # Held by another process, or being made anew: then the flight is unknown to it, but
+                # not what it has left there. Who comes after a process that is gone settles, too.
+                tries += 1
+                if self._is_closing and tries >= SETTLE_TRIES_MAX:
                     break
-                # Held by another process, or being made anew: then this flight is unknown to it.
                 await asyncio.sleep(FLUSH_SECONDS)
             self._prune(flight.victims)
 
@@ -287,7 +296,10 @@ class Books:
         kept = self._files.remove(victims)
         self.counters.add("evicted", len(victims) - len(kept))
         gone = [victim for victim in victims if victim not in kept]
-        manifest.forget_all(gone)
+        for directory in {each.directory for each in gone}:
+            keys = [each.key for each in gone if each.directory == directory]
+            # Unless another process has stored one again since.
+            manifest.forget(directory, keys, there_in(self._paths.root / directory))
         return gone
 
     async def _put(self, question: Callable[[Manifest], T]) -> T | None:
@@ -309,13 +321,16 @@ class Books:
             except ManifestBroken as error:
                 self.counters.add("manifest_broken")
                 log.warning("%s: the manifest is made anew from the files: %s", self._name, error)
-                self._is_counted = False
-                self._manifest = None
+                self._manifest, self._is_counted = None, False
                 self._spawn(self._remake(manifest))
         return None
 
     def _put_to(self, manifest: Manifest, question: Callable[[Manifest], T]) -> T:
+        self._files.require_root()  # what cannot be seen now is not gone
         answer = question(manifest)
+        if not manifest.is_current:
+            self._files.require_root()
+            raise ManifestBroken("somebody removed it")  # so others keep other books
         # What was answered stands, whatever comes of this.
         with contextlib.suppress(OSError, ManifestBusy, ManifestBroken, ManifestFull):
             totals = manifest.totals()
@@ -323,20 +338,21 @@ class Books:
         return answer
 
     def _look_around(self) -> None:
-        """Now and then: is the manifest still the one that others use, is somebody gone?"""
+        """Now and then: is somebody gone? More often: can there be a manifest again?"""
         now = self._clock.now()
-        if 0 <= now - self._looked_at < LOOK_SECONDS:
+        if 0 <= now - self._looked_at < (LOOK_SECONDS if self._manifest else MAKE_AGAIN_SECONDS):
             return
         self._looked_at = now
-        self._spawn(self._settle_the_dead() if self._manifest else self._make(may_reuse=True))
+        if self._manifest is not None:
+            self._spawn(self._settle_the_dead())
+        elif not self._making.locked():
+            self._spawn(self._make_again())
 
     async def _settle_the_dead(self) -> bool:
         """Whether somebody has gone without a word: then files may lie there unbooked."""
         now = self._clock.now()
 
         def look(manifest: Manifest) -> tuple[list[str], list[Flight]]:
-            if not manifest.is_current:
-                raise ManifestBroken("somebody removed it")
             manifest.beat(now)
             owners = manifest.others()
             dead = [name for name, beat in owners if temps.is_gone(name, now - beat)]
@@ -350,30 +366,36 @@ class Books:
     async def _settle_inherited(self, flight: Flight) -> None:
         """Its writer is gone: what it had renamed is there, its victims are removed."""
 
-        def remove() -> list[Booked]:
-            kept = self._files.remove(flight.victims)
-            self._files.prune(flight.victims)
-            return kept
-
+        now = self._clock.now()
         self._say_gone(flight.victims)
-        await self.land(flight, [], await self._pool.call(Lane.WRITE, remove))
+        kept = await self._pool.call(Lane.WRITE, lambda: self._files.clean_up(flight, now))
+        await self.land(flight, [], kept)
 
     async def _remake(self, broken: Manifest) -> None:
-        await self._pool.call(Lane.WRITE, broken.close)
-        if not self._is_closing:
-            try:
-                await self._make(may_reuse=False)
-                self.counters.add("manifest_remade")
-            except OSError as error:
-                # Tried again by whoever writes next, LOOK_SECONDS after the last look.
-                log.debug("%s: no manifest now: %s", self._name, error)
+        def let_go() -> None:
+            broken.discard()
+            broken.close()
 
-    async def _make(self, may_reuse: bool) -> None:
+        await self._pool.call(Lane.WRITE, let_go)
+        await self._make_again()
+        if self._manifest is not None:
+            self.counters.add("manifest_remade")
+
+    async def _make_again(self) -> None:
+        try:
+            async with self._making:
+                if self._manifest is None and not self._is_closing:
+                    await self._make()
+        except OSError as error:
+            # Tried again by whoever writes next, MAKE_AGAIN_SECONDS after the last look.
+            log.debug("%s: no manifest now: %s", self._name, error)
+
+    async def _make(self) -> None:
         """Open the manifest; a new one, or one that is not sound, is filled by counting."""
         now = self._clock.now()
         for attempt in range(OPEN_TRIES_MAX):
             try:
-                manifest = await self._pool.call(Lane.WRITE, lambda: self._opened(may_reuse, now))
+                manifest = await self._pool.call(Lane.WRITE, lambda: self._opened(now))
                 break
             except ManifestBusy:
                 # Others open it at the same moment; SQLite does not wait for that by itself.
@@ -387,43 +409,28 @@ class Books:
                 )
                 break
         else:
-            return  # tried again by whoever writes, LOOK_SECONDS after the last look
-        self._manifest = manifest
+            return  # tried again by whoever writes, MAKE_AGAIN_SECONDS after the last look
+        self._manifest, self._is_counted = manifest, manifest.is_counted
         self._ticks.after(await self._ask(lambda manifest: manifest.newest_tick()) or 0)
-        self._is_counted = manifest.is_counted
         if not manifest.is_counted or await self._settle_the_dead():
-            self._counting = self._spawn(self._count())
+            self._counting = self._spawn(self._count(manifest))
 
-    def _opened(self, may_reuse: bool, now: float) -> Manifest:
+    def _opened(self, now: float) -> Manifest:
         if not self.is_shared:
             return Manifest(None, self._owner, now)
         self._files.require_root()
         directory = self._paths.manifest_dir
         diskio.make_private_dirs(self._paths.root, directory)
         path = directory / "manifest.sqlite3"
-        if may_reuse:
-            with contextlib.suppress(ManifestBroken):
-                manifest = Manifest(path, self._owner, now)
-                if not manifest.is_counted or manifest.is_sound():
-                    return manifest
-                manifest.close()
-        database.remove(path)
-        return Manifest(path, self._owner, now)
+        with contextlib.suppress(ManifestBroken):
+            return Manifest(path, self._owner, now, discards=True)
+        return Manifest(path, self._owner, now, discards=True)
 
-    async def _count(self) -> None:
-        """Compare the manifest with the files, a shard at a time, the least of it while others
-        wait: book what is not booked, forget what is not there, remove empty directories."""
+    async def _count(self, manifest: Manifest) -> None:
         root = self._paths.root
         shards: list[Shard] = await self._pool.call(Lane.READ, lambda: shards_of(root))
-        for shard in shards:
-
-            def count(manifest: Manifest, shard: Shard = shard) -> None:
-                shard.reconcile(manifest)
-
-            await self._ask(count)
-            await asyncio.sleep(0)
-        await self._ask(lambda manifest: manifest.counted())
-        self._is_counted = self._manifest is not None
+        if await count_all(manifest, shards, self._ask):
+            self._is_counted = True
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A task of ours: `close` waits for it."""

@@ -19,10 +19,16 @@ from typing import Any
 from tiering.errors import DamagedChunk, TierError
 from tiering.tiers import frame
 from tiering.tiers.base import Delete, DeleteOutcome, Failed, Read, ReadOutcome, Write, WriteOutcome
-from tiering.tiers.disk import diskio
-from tiering.tiers.disk.paths import FsPaths, is_shard, key_of, place_of, why_not_a_key
-from tiering.tiers.disk.temps import temp_name
-from tiering.tiers.files.bookings import Booked
+from tiering.tiers.disk import diskio, temps
+from tiering.tiers.disk.paths import (
+    FsPaths,
+    is_shard,
+    key_of,
+    parse_directory,
+    place_of,
+    why_not_a_key,
+)
+from tiering.tiers.files.bookings import Booked, Flight
 from tiering.tiers.files.limits import QUARANTINED_FILES_MAX
 from tiering_kernels.chunkio import BAD_CHECKSUM, HEADER_BYTES, UNNAMED, ChunkIo
 
@@ -112,14 +118,14 @@ class ChunkFiles:
         headers = self._pages.lease(len(places))
         for at, header in zip(places, diskio.pages(headers), strict=True):
             frame.pack_fields(header, keys[at], self._digest, self._chunk_bytes)
-        temps = [spares[at] or f"{self._staging}/{temp_name()}" for at in places]
+        names = [spares[at] or f"{self._staging}/{temps.temp_name()}" for at in places]
         reuse = [spares[at] is not None for at in places]
         wanted = [buffers[at] for at in places]
         try:
-            numbers = self._write(temps, finals, headers, wanted, reuse)
+            numbers = self._write(names, finals, headers, wanted, reuse)
         finally:
             del wanted
-        for at, number, temp, final in zip(places, numbers, temps, finals, strict=True):
+        for at, number, temp, final in zip(places, numbers, names, finals, strict=True):
             outcomes[at] = self._write_outcome(keys[at], number, temp, final)
         if self._sync:
             try:
@@ -162,6 +168,20 @@ class ChunkFiles:
                 continue
             except OSError:
                 kept.append(victim)
+        return kept
+
+    def clean_up(self, flight: Flight, now_seconds: float) -> list[Booked]:
+        """Remove what a process that is gone has left of `flight`: temp files, the files of its
+        victims and their directories; victims that stay."""
+        ends = (*flight.arriving, *flight.victims)
+        for directory in {each.directory for each in ends}:
+            name = parse_directory(directory)
+            if name is not None and name.rank is not None:
+                paths = FsPaths(self._paths.root, name.namespace, name.rank)
+                with contextlib.suppress(OSError):
+                    temps.sweep([paths.staging], now_seconds)
+        kept = self.remove(flight.victims)
+        self.prune(flight.victims)
         return kept
 
     def there(self, chunks: Sequence[Booked]) -> list[Booked]:
@@ -280,7 +300,7 @@ class ChunkFiles:
 
     def _take(self, victim: Booked) -> tuple[str | None, Booked | None]:
         if victim.file_bytes == self.file_bytes:
-            spare = f"{self._staging}/{temp_name()}"
+            spare = f"{self._staging}/{temps.temp_name()}"
             with contextlib.suppress(OSError):
                 os.rename(self._victim_path(victim), spare)
                 return spare, None
@@ -291,7 +311,7 @@ class ChunkFiles:
 
     def _write(
         self,
-        temps: Sequence[str],
+        names: Sequence[str],
         finals: Sequence[str],
         headers: memoryview,
         payloads: Sequence[memoryview],
@@ -300,7 +320,7 @@ class ChunkFiles:
         """`ChunkIo.write_files`; what found no staging directory, because a cleaner took it, is
         written again after making it, once."""
         write, direct = self._io.write_files, self._direct.writes
-        numbers = write(temps, finals, headers, payloads, reuse, direct, self._sync)
+        numbers = write(names, finals, headers, payloads, reuse, direct, self._sync)
         again = [at for at, number in enumerate(numbers) if number == -errno.ENOENT]
         if not again:
             return numbers
@@ -311,7 +331,7 @@ class ChunkFiles:
         for at in again:
             page = headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
             (numbers[at],) = write(
-                [temps[at]], [finals[at]], page, [payloads[at]], [False], direct, self._sync
+                [names[at]], [finals[at]], page, [payloads[at]], [False], direct, self._sync
             )
         return numbers
 

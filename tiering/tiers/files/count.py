@@ -1,23 +1,30 @@
 """Counting what lies under a root, a shard at a time, and making a manifest agree with it.
 
-Blocking; works from the files alone. Other processes write meanwhile: a file that is not booked
-yet because its writer is about to say so is booked by whoever comes first, and no chunk is
-forgotten while its file is there.
+Blocking, but for `count_all`; works from the files alone. Other processes write meanwhile: a file
+that is not booked yet because its writer is about to say so is booked by whoever comes first, and
+no chunk is forgotten while its file is there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import is_shard, key_of, parse_directory, place_of
-from tiering.tiers.files.bookings import Booked
+from tiering.tiers.files.bookings import Booked, There
 from tiering.tiers.files.manifest import Manifest
+
+AGAIN_SECONDS = 0.5
+
+Ask = Callable[[Callable[[Manifest], bool]], Awaitable[bool | None]]
+"""Has the manifest of now, whichever that is, answer; None where it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Shard:
             manifest.adopt(found)
         missing = [key for key in booked if key not in here]
         if missing:
-            manifest.forget(self.directory, missing, self._there)
+            manifest.forget(self.directory, missing, there_in(self.root / self.directory))
 
     def _found(self) -> list[Booked]:
         top = self.root / self.directory / self.name
@@ -61,17 +68,51 @@ class Shard:
                     os.rmdir(top)
         return found
 
-    def _there(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [key for key in keys if self._may_be_there(key)]
 
-    def _may_be_there(self, key: bytes) -> bool:
+def there_in(rank_dir: Path) -> There:
+    """Says which keys have a file in `rank_dir`, or may have one."""
+
+    def may_be_there(key: bytes) -> bool:
         try:
-            os.lstat(self.root / self.directory / place_of(key))
+            os.lstat(rank_dir / place_of(key))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True
         return True
+
+    return lambda keys: [key for key in keys if may_be_there(key)]
+
+
+async def count_all(manifest: Manifest, shards: Sequence[Shard], ask: Ask) -> bool:
+    """Compare `manifest` with the files, a shard at a time, the least of it while others wait: book
+    what is not booked, forget what is not there, remove empty directories; True when all of that
+    was done. What `ask` cannot answer now is asked again; where it comes to ask another manifest,
+    which was made because this one is lost, whoever made that counts."""
+
+    def count(shard: Shard) -> None:
+        with contextlib.suppress(OSError):  # it can be neither read nor written to
+            shard.reconcile(manifest)
+
+    steps: list[Callable[[], None]] = [
+        *(partial(count, shard) for shard in shards),
+        manifest.counted,
+    ]
+    for step in steps:
+
+        def done(asked: Manifest, step: Callable[[], None] = step) -> bool:
+            if asked is manifest:
+                step()
+            return asked is manifest
+
+        answer = await ask(done)
+        while answer is None:
+            await asyncio.sleep(AGAIN_SECONDS)
+            answer = await ask(done)
+        if not answer:
+            return False
+        await asyncio.sleep(0)
+    return True
 
 
 def shards_of(root: Path) -> list[Shard]:

@@ -10,6 +10,7 @@ process, for file systems whose locks cannot be trusted.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from tiering.tiers.files.bookings import (
     Booked,
     Flight,
     ManifestBroken,
+    ManifestFull,
     There,
     Totals,
     disk_bytes,
@@ -29,6 +31,7 @@ from tiering.tiers.files.bookings import (
     nowhere,
     packed,
     translated,
+    unique_number,
     unpacked,
 )
 
@@ -41,37 +44,49 @@ _COUNTED = 1
 class Manifest:
     """`owner` names this process, so that others can tell when it is gone."""
 
-    def __init__(self, path: Path | None, owner: str, now_seconds: float) -> None:
-        """Opens or makes the table; ManifestBroken where what is there cannot be used."""
+    def __init__(
+        self, path: Path | None, owner: str, now_seconds: float, *, discards: bool = False
+    ) -> None:
+        """Opens or makes the table; ManifestBroken where what is there cannot be used. With
+        `discards` all of a table is looked at, and one that is broken is out of the way then."""
         self._path = path
         self._owner_name = owner
         self._places: dict[str, int] = {}
         self._directories: dict[int, str] = {}
         with translated():
             # Used by whichever pool thread has its turn.
-            self._db = database.connect(path)
+            self._db, self._identity = database.connect(path, discards=discards)
         try:
             with translated():
                 self.is_counted = self._prepare()
                 self._owner = self._enrol(owner, now_seconds)
+            if discards and self.is_counted and not self.is_sound():
+                raise ManifestBroken("it is not well formed")
+        except ManifestBroken:
+            if discards:
+                self.discard()
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
-        self._inode = None if path is None else path.stat().st_ino
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
             self._db.close()
 
+    def discard(self) -> None:
+        """Take the file out of the way, if it is still the one under its name: another process
+        may have made a good one there. For who has found it broken, before `close`."""
+        if self._path is not None:
+            with suppress(OSError, sqlite3.Error):
+                database.remove(self._path, self._identity)
+
     @property
     def is_current(self) -> bool:
-        """Whether the file is still the one under its name: nobody removed or replaced it."""
-        if self._path is None:
-            return True
-        try:
-            return self._path.stat().st_ino == self._inode
-        except OSError:
-            return False
+        """Whether the file is still the one under its name: nobody removed or replaced it.
+        Raises OSError where that cannot be seen."""
+        return self._path is None or database.identity_of(self._path) == self._identity
 
     def totals(self) -> Totals:
         with translated():
@@ -145,13 +160,14 @@ class Manifest:
         self, flight: Flight, arrived: Mapping[bytes, int], kept: Iterable[Booked] = ()
     ) -> bool:
         """The flight is over: `arrived` keys are there, with their ticks, other arriving ones are
-        not; victims are gone but for `kept`. True, also if another process has settled it."""
+        not; victims are gone but for `kept`. One that is not known here, because another process
+        has settled it or the table was made anew meanwhile, has left its files there all the same.
+        True."""
         with self._change() as db:
-            if db.execute("DELETE FROM flight WHERE id = ?", (flight.id,)).rowcount != 1:
-                return True
-            ends = [*flight.arriving, *flight.victims]
-            self._count(-len(ends), -_bytes_of(ends))
-            self._count_leaving(-len(flight.victims), -_bytes_of(flight.victims))
+            if db.execute("DELETE FROM flight WHERE id = ?", (flight.id,)).rowcount == 1:
+                ends = [*flight.arriving, *flight.victims]
+                self._count(-len(ends), -_bytes_of(ends))
+                self._count_leaving(-len(flight.victims), -_bytes_of(flight.victims))
             here = [
                 Booked(each.directory, each.key, each.file_bytes, arrived[each.key])
                 for each in flight.arriving
@@ -174,18 +190,14 @@ class Manifest:
         with self._change():
             self._unbook(directory, keys, there)
 
-    def forget_all(self, chunks: Iterable[Booked]) -> None:
-        """The files of `chunks`, wherever under the root, are not there any more."""
-        with self._change():
-            for each in chunks:
-                self._unbook(each.directory, [each.key])
-
-    def forget_directory(self, directory: str) -> None:
-        """There is no chunk in `directory` any more."""
+    def forget_directory(self, rank_dir: Path) -> None:
+        """Forget the chunks of `rank_dir`, if it is gone: an engine may have made it anew."""
         with self._change() as db:
+            if os.path.lexists(rank_dir):
+                return
             db.execute(
                 "DELETE FROM chunk WHERE place = (SELECT id FROM place WHERE directory = ?)",
-                (directory,),
+                (rank_dir.name,),
             )
             self._recount()
 
@@ -262,8 +274,6 @@ class Manifest:
     def _prepare(self) -> bool:
         """Whether the table has been compared with the files since it was made."""
         db = self._db
-        # What a power cut took is checked for.
-        database.set_up(db)
         db.execute(f"PRAGMA cache_size = {-CACHE_KIB}").fetchall()
         with self._change():
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -284,19 +294,21 @@ class Manifest:
             db.execute(f"PRAGMA application_id = {_COUNTED}")
 
     def is_sound(self) -> bool:
-        """Read the whole table and see whether it is well formed."""
+        """Read the whole table and see whether it is well formed: a power cut takes what it likes.
+        ManifestBusy where that cannot be said now."""
         try:
-            found = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        except sqlite3.Error:
+            with translated():
+                found = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        except (ManifestBroken, ManifestFull):
             return False
         return found is not None and found[0] == "ok"
 
     def _enrol(self, name: str, now_seconds: float) -> int:
         with self._change() as db:
             db.execute(
-                "INSERT INTO owner(name, beat) VALUES(?, ?) "
+                "INSERT INTO owner(id, name, beat) VALUES(?, ?, ?) "
                 "ON CONFLICT(name) DO UPDATE SET beat = excluded.beat",
-                (name, int(now_seconds)),
+                (unique_number(), name, int(now_seconds)),
             )
             owner: int = db.execute("SELECT id FROM owner WHERE name = ?", (name,)).fetchone()[0]
             return owner
@@ -360,12 +372,14 @@ class Manifest:
         return victims
 
     def _take_off(self, arriving: list[Booked], victims: list[Booked]) -> Flight:
+        flight = Flight(unique_number(), arriving, victims)
         body = packed([arriving, victims])
-        written = self._db.execute(
-            "INSERT INTO flight(owner, body) VALUES(?, ?)", (self._owner, body)
-        )
+        # Others may have thought this process gone; a flight that nobody owns would stay for ever.
+        owner = (self._owner, self._owner_name)
+        self._db.execute("INSERT OR IGNORE INTO owner VALUES(?, ?, 0)", owner)
+        self._db.execute("INSERT INTO flight VALUES(?, ?, ?)", (flight.id, self._owner, body))
         self._count_leaving(len(victims), _bytes_of(victims))
-        return Flight(written.lastrowid or 0, arriving, victims)
+        return flight
 
     def _book(self, chunks: Sequence[Booked]) -> None:
         """Count and insert; what is booked already is not counted twice."""

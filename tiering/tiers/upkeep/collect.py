@@ -228,13 +228,11 @@ class Collector:
             plan.problems.append(_told(error))
 
     def _forget(self, removed: Sequence[Candidate]) -> None:
-        # Where an engine has begun it anew meanwhile, the rows are its own.
         paths = [path for each in removed for path in each.dirs.ranks.values()]
-        gone = [path.name for path in paths if not path.exists()]
 
         def forget(manifest: Manifest) -> None:
-            for name in gone:
-                manifest.forget_directory(name)
+            for path in paths:
+                manifest.forget_directory(path)
 
         # Engines that cannot be told find the files missing when they want to evict them.
         with contextlib.suppress(OSError, *guest.UNAVAILABLE):

@@ -23,6 +23,8 @@ from tiering.errors import ConfigError
 from tiering.layout import aligned
 from tiering.tiers.disk import diskio
 from tiering.tiers.disk.paths import FsPaths
+from tiering.tiers.files.count import there_in
+from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.frame import cause_of
 from tiering.tiers.upkeep import guest
 from tiering.tiers.upkeep.namespaces import chosen, described, nothing_under, read_config
@@ -176,7 +178,7 @@ class Scrub:
                 if not future.cancelled():
                     self._add(source, future.result(), put_aside)
             if put_aside and isinstance(source, FileSource):
-                self._forget(source.paths.rank_dir.name, put_aside)
+                self._forget(source.paths.rank_dir, put_aside)
 
     def _batches(self, source: Source) -> Iterator[_Batch]:
         places: list[Place] = []
@@ -281,9 +283,11 @@ class Scrub:
         if len(self.report.troubles) < EXAMPLES_MAX:
             self.report.troubles.append(finding)
 
-    def _forget(self, directory: str, keys: Sequence[bytes]) -> None:
+    def _forget(self, rank_dir: Path, keys: Sequence[bytes]) -> None:
+        def forget(manifest: Manifest) -> None:
+            # An engine has had the time to store some again.
+            manifest.forget(rank_dir.name, keys, there_in(rank_dir))
+
         # A manifest that cannot be told finds out when it wants to evict them.
         with contextlib.suppress(OSError, *guest.UNAVAILABLE):
-            guest.ask(
-                self._root, self._unix_clock, lambda manifest: manifest.forget(directory, keys)
-            )
+            guest.ask(self._root, self._unix_clock, forget)
