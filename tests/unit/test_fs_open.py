@@ -99,8 +99,8 @@ def test_a_root_that_may_not_be_written_to(public_dir: Path) -> None:
 
 
 async def test_a_missing_root_is_made_for_its_owner(tmp_path: Path) -> None:
-    async with opened(tmp_path / "kv") as tier:
-        assert str(tier.direct) in ("direct", "buffered")
+    async with opened(tmp_path / "kv"):
+        pass
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
