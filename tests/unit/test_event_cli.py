@@ -42,7 +42,7 @@ QUICK = ("--interval", "0.1")
 
 
 class LateClock:
-    """Stands still until somebody was heard of, however long a busy machine takes for that."""
+    """Stands still until all that was published has come, however long a busy machine takes."""
 
     began: float | None = None
 
@@ -52,7 +52,7 @@ class LateClock:
 
 @pytest.fixture
 def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqPublisher]:
-    """Whoever reads it has all of `--seconds` for what comes after the first answer."""
+    """Whoever reads it has all of `--seconds` for what comes after all that there is."""
     clocks: list[LateClock] = []
     receive = EventSubscriber.receive
 
@@ -63,7 +63,8 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqPublisher]:
     async def heard(subscriber: EventSubscriber, seconds: float) -> list[Received]:
         found = await receive(subscriber, seconds)
         stats = subscriber.stats()
-        if clocks[-1].began is None and (found or stats.replays > stats.replays_failed):
+        was_answered = stats.replays > stats.replays_failed and subscriber.is_settled
+        if clocks[-1].began is None and was_answered and stats.batches >= made.stats().batches:
             clocks[-1].began = time.monotonic()
         return found
 
@@ -121,7 +122,6 @@ def test_json_is_one_object_a_line(publisher: ZmqPublisher, capsys: Output) -> N
     publisher.publish([stored(1, 2, 3), cleared(), stored(1)])
     assert main(at(publisher, *QUICK, "--seconds", "0.3", "--json")) == 0
     *lines, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert len(lines) >= 2
     first = lines[0]
     assert first["media"]["CPU"]["resident"] == 1
     assert first["media"]["CPU"]["stored_per_second"] > 0
@@ -173,6 +173,8 @@ def test_a_restart_is_said_and_what_was_announced_is_forgotten(tmp_path: Path) -
     process = started(places[0], "--replay", places[1], "--json", "--interval", "0.05")
     try:
         assert process.stdout is not None
+        assert process.stderr is not None
+        told = ""
         for count, resident in ((3, 3), (2, 2)):
             with ZmqPublisher(places[0], replay_endpoint=places[1]) as publisher:
                 publisher.publish([stored(*range(count))])
@@ -180,6 +182,10 @@ def test_a_restart_is_said_and_what_was_announced_is_forgotten(tmp_path: Path) -
                     found = json.loads(line)
                     if found["media"].get("CPU", {}).get("resident") == resident:
                         break
+            if count == 3:
+                # It looks now and then: a connection that is back by then was not lost to it.
+                while f"the connection to {places[0]} is lost; waiting" not in told:
+                    told += process.stderr.readline()
         assert found["restarts"] == 1
         assert found["anomalies"] == 0
         process.send_signal(signal.SIGINT)
@@ -187,7 +193,6 @@ def test_a_restart_is_said_and_what_was_announced_is_forgotten(tmp_path: Path) -
     finally:
         process.kill()
     assert "the publisher was restarted: what it had announced is forgotten" in err
-    assert f"the connection to {places[0]} is lost; waiting" in err
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -328,10 +333,11 @@ def test_a_difference_that_is_being_made_up_for_is_waited_for(
         looks.append(found)
         if len(looks) == 1:
             publisher.publish([announced(KEYS[0])])
+            wait_until(lambda: publisher.stats().batches == 2)
         return found
 
     monkeypatch.setattr(events_check, "on_disk", look)
-    assert main(at(publisher, "--interval", "0.3", "--check", str(tmp_path))) == 0
+    assert main(at(publisher, "--interval", "1", "--check", str(tmp_path))) == 0
     assert "check: STORAGE is what is on the disk" in capsys.readouterr().out
     assert len(looks) == 2
 
