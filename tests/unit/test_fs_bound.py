@@ -378,8 +378,10 @@ ENGINE = textwrap.dedent(
     sys.path.insert(0, sys.argv[1])
     from fs_places import Path, key_number, make_tier
     from tiering.testing.examples import payload_of, views
+    from tiering.tiers.files import books
     from tiering.tiers.files.limits import EMPTIED_MIN, Limits, max_bytes_for
 
+    books.COUNT_SECONDS_MAX = 60.0  # as in the tests' own process
     root, bound, start, stop, step, chunk_bytes = Path(sys.argv[2]), *map(int, sys.argv[3:])
 
     async def write():
