@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -115,11 +116,15 @@ def test_no_outcome_comes_while_the_child_may_still_write(own: Path) -> None:
 
 
 def test_what_the_child_said_before_it_died_counts(own: Path) -> None:
-    with opened(own, fs(own / "kv")) as scene:
+    with opened(own, steered(own)) as scene:
+        (own / "hold").touch()
         scene.fill(0, A)
         scene.portal.submit([Cascade(1, 0, (A,), (0,))])
         link = scene.portal._link()
         assert link is not None
+        assert select.select([link.stream], [], [], NEVER)[0], "what is counted, meanwhile"
+        assert not has_news_unread(link)
+        (own / "hold").unlink()
         until(lambda: has_news_unread(link))
         os.kill(link.process.pid, signal.SIGKILL)
         link.ended.wait(30)

@@ -247,7 +247,10 @@ def test_close_lets_what_is_under_way_end(own: Path) -> None:
             scene.portal.submit([Drop(3, 0, (A,))])
 
 
-def test_close_cuts_off_what_does_not_end(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_cuts_off_what_does_not_end(
+    own: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.process.portal.CLOSE_SECONDS", NEVER)
     with opened(own, steered(own)) as scene:
         held_promotion(scene, own)
         assert scene.portal.close(0.0) is True
