@@ -132,11 +132,11 @@ def test_close_lets_what_was_submitted_end() -> None:
     with started(tier) as (portal, rows):
         rows.fill(0, A)
         portal.submit([Cascade(1, 0, (A,), (0,))])
-        assert portal.close(5.0) is True
+        assert portal.close(NEVER) is True
         assert portal.drain() == [Outcome(1, (Verdict.STORED,))]
         assert tier.chunks == {A: checked(payload_of(A))}
         assert not tier.is_open
-        assert portal.close(5.0) is True
+        assert portal.close(NEVER) is True
         with pytest.raises(ClosedError, match="not running"):
             portal.submit([Drop(2, 0, (A,))])
 
@@ -178,12 +178,12 @@ def test_close_leaves_a_hung_loop_behind_within_its_bound() -> None:
         assert portal.close(0.0) is False
         assert not tier.has_gone_on, "it was not waited for"
         tier.let.set()
-        assert portal.close(5.0) is True
+        assert portal.close(NEVER) is True
 
 
 def test_steps_handed_in_while_the_loop_was_ending_fail() -> None:
     with started(MemoryTier()) as (portal, _):
-        assert portal.close(5.0) is True
+        assert portal.close(NEVER) is True
         portal._steps.append(Drop(1, 0, (A, B)))  # As if its thread had died a moment later.
         assert portal.drain() == [Outcome(1, (Verdict.FAILED, Verdict.FAILED))]
         assert portal.drain() == []

@@ -156,12 +156,12 @@ def test_a_row_that_trickles_in_comes_whole(
     ours, theirs = socket.socketpair()
     stream().send(ours, space.rows, space.generations, [0], [1])
     sent = theirs.recv(1000)
-    given_up_after(1.0, *pair)
+    given_up_after(2.0, *pair)
 
     def trickle() -> None:
         for at in range(0, len(sent), 60):
             pair[0].sendall(sent[at : at + 60])
-            time.sleep(0.2)  # a fifth of the deadline, which all of them together exceed
+            time.sleep(0.4)  # a fifth of the deadline, which all of them together exceed
 
     thread = threading.Thread(target=trickle)
     thread.start()
