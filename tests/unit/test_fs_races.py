@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from fs_places import KEYS, NAMESPACE, file_of, files, opened, write_when_counted
+from fs_places import KEYS, NAMESPACE, file_of, files, make_tier, opened, write_when_counted
 from segment_places import make_files, segments_of
 from segment_places import opened as opened_segments
 from tiering.testing.examples import CHUNK_BYTES, blank, key_number, stored
-from tiering.tiers.base import Read, Write
+from tiering.tiers.base import Failed, Read, Write, WriteOutcome
 from tiering.tiers.disk import beginning, configfile, temps
 from tiering.tiers.files import books as fs_books
 from tiering.tiers.files import count as fs_count
@@ -30,6 +30,7 @@ from tiering.tiers.files.bookings import Booked, ManifestBroken, ManifestBusy
 from tiering.tiers.files.count import Shard
 from tiering.tiers.files.limits import Limits, max_bytes_for
 from tiering.tiers.files.manifest import Manifest
+from tiering.tiers.segments import files as segment_files
 
 CHUNKS = 10
 FRAME = CHUNK_BYTES + 4096
@@ -152,6 +153,50 @@ async def test_without_a_manifest_for_a_moment_writes_are_refused_for_a_moment(
         assert is_held == []
 
 
+async def test_a_write_ends_where_the_root_goes_away_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books are told later, or by nobody; neither the write nor the end waits for that."""
+    monkeypatch.setattr(fs_books, "FLUSH_SECONDS", 0.01)
+    root = tmp_path / "kv"
+    tier = make_tier(root, limits=BOUND)
+    await tier.open()
+    assert tier._open_parts is not None
+    ours, _ = tier._open_parts
+    write = ours.write
+
+    def unmounted(*arguments: Any) -> list[WriteOutcome]:
+        root.rename(tmp_path / "away")
+        return write(*arguments)
+
+    ours.write = unmounted  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        outcomes = await tier.write(KEYS[:2], blank(2))
+        assert all(isinstance(outcome, Failed) for outcome in outcomes)
+        await tier.close()
+
+
+async def test_a_flight_that_cannot_be_settled_now_is_settled_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_books, "FLUSH_SECONDS", 0.01)
+    settle, refusals = Manifest.settle, [1, 2, 3]
+
+    def held(manifest: Manifest, *arguments: Any) -> bool:
+        if refusals:
+            refusals.pop()
+            raise ManifestBusy("database is locked")
+        return settle(manifest, *arguments)
+
+    async with opened(tmp_path, limits=BOUND) as tier:
+        monkeypatch.setattr(Manifest, "settle", held)
+        await stored(tier, KEYS[:2])
+        async with asyncio.timeout(60):
+            while booked(tmp_path) != set(KEYS[:2]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert refusals == []
+
+
 async def test_what_goes_to_make_room_for_the_manifest_stays_booked_if_it_comes_again(
     tmp_path: Path,
 ) -> None:
@@ -238,7 +283,10 @@ def hold_lock(directory: Path, moved_to: Path | None) -> threading.Timer:
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_who_has_the_lock_for_a_moment_is_waited_for(tmp_path: Path, is_moved: bool) -> None:
+def test_who_has_the_lock_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
+) -> None:
+    monkeypatch.setattr(segment_files, "LOCK_TRIES_MAX", 6000)
     directory = tmp_path / "some_r0.segments"
     files = make_files(directory)
     timer = hold_lock(directory, tmp_path / "away" if is_moved else None)

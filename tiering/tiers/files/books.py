@@ -180,7 +180,8 @@ class Books:
         self, flight: Flight, arrived: Sequence[bytes], kept: Sequence[Booked] = ()
     ) -> asyncio.Task[Any]:
         """The flight is over; `arrived` are there for sure, and of the others those count that
-        have a file all the same. Goes on by itself if nobody waits."""
+        have a file all the same. Goes on by itself if nobody waits, and after the task that is
+        given, where the manifest cannot be asked now."""
         self.counters.add("evicted", len(flight.victims) - len(kept))
         ticks = self._ticks.of([each.key for each in flight.arriving])
         sure = frozenset(arrived)
@@ -193,15 +194,19 @@ class Books:
             return manifest.settle(flight, {key: ticks[key] for key in ticks if key in here}, kept)
 
         async def land() -> None:
-            tries = 0
-            while not await self._ask(settle):
-                # Held by another process, or being made anew: then the flight is unknown to it, but
-                # not what it has left there. Who comes after a process that is gone settles, too.
-                tries += 1
-                if self._is_closing and tries >= SETTLE_TRIES_MAX:
-                    break
-                await asyncio.sleep(FLUSH_SECONDS)
+            if not await self._ask(settle):
+                self._spawn(land_later())
             self._prune(flight.victims)
+
+        async def land_later() -> None:
+            # Held by another process, or being made anew: then the flight is unknown to it, but not
+            # what it has left there. Who comes after a process that is gone settles, too.
+            tries = 1
+            while not (self._is_closing and tries >= SETTLE_TRIES_MAX):
+                await asyncio.sleep(FLUSH_SECONDS)
+                if await self._ask(settle):
+                    break
+                tries += 1
 
         return self._spawn(land())
 
