@@ -53,6 +53,13 @@ def chunk_files(root: Path) -> list[Path]:
     return files(root, "*_g0/*.bin")
 
 
+async def store_without_manifest(root: Path) -> None:
+    """CHUNKS chunks under `root`, for whoever opens it to count."""
+    async with opened(root, limits=BOUND) as tier:
+        await stored(tier, KEYS[:CHUNKS])
+    shutil.rmtree(manifest_of(root).parent)
+
+
 # The manifest, lost or held under engines that use it
 
 
@@ -92,9 +99,7 @@ async def test_a_shard_that_could_not_be_counted_is_counted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or its chunks would never be evicted, and take room beside the bound."""
-    async with opened(tmp_path, limits=BOUND) as tier:
-        await stored(tier, KEYS[:CHUNKS])
-    shutil.rmtree(tmp_path / ".manifest")
+    await store_without_manifest(tmp_path)
     monkeypatch.setattr(fs_count, "AGAIN_SECONDS", 0.01)
     reconcile, refusals = Shard.reconcile, [1, 2, 3]
 
@@ -114,9 +119,7 @@ async def test_a_shard_that_could_not_be_counted_is_counted_later(
 async def test_a_manifest_made_anew_is_not_counted_by_what_was_counted_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, limits=BOUND) as tier:
-        await stored(tier, KEYS[:CHUNKS])
-    shutil.rmtree(tmp_path / ".manifest")
+    await store_without_manifest(tmp_path)
     reconcile, begun = Shard.reconcile, list[Shard]()
 
     def lost_in_the_middle(shard: Shard, manifest: Manifest) -> None:
@@ -286,7 +289,7 @@ def hold_lock(directory: Path, moved_to: Path | None) -> threading.Timer:
 def test_who_has_the_lock_for_a_moment_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
 ) -> None:
-    monkeypatch.setattr(segment_files, "LOCK_TRIES_MAX", 6000)
+    monkeypatch.setattr(segment_files, "LOCK_SECONDS_MAX", 60.0)
     directory = tmp_path / "some_r0.segments"
     files = make_files(directory)
     timer = hold_lock(directory, tmp_path / "away" if is_moved else None)

@@ -7,21 +7,18 @@ open. Blocking.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tiering.tiers.disk.diskio import create_private
+from tiering.tiers.disk.diskio import create_private, lock
 
 BUSY_SECONDS_MAX = 5.0
 FILE_ENDINGS = ("", "-wal", "-shm")
 """Of a database's file, and of what SQLite puts beside it."""
 
-_POLL_SECONDS = 0.005
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 Identity = tuple[int, int]
@@ -116,14 +113,8 @@ def _alone(directory: Path) -> Iterator[None]:
     and with its error after that."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for tries_left in reversed(range(1 + int(BUSY_SECONDS_MAX / _POLL_SECONDS))):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not tries_left:
-                    raise _busy(directory) from None
-                time.sleep(_POLL_SECONDS)
+        if not lock(descriptor, BUSY_SECONDS_MAX):
+            raise _busy(directory)
         yield
     finally:
         os.close(descriptor)

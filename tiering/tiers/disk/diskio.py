@@ -1,4 +1,4 @@
-"""What every disk tier needs of a file system: private files, a probe, syncing; blocking.
+"""What every disk tier needs of a file system: private files, locks, a probe, syncing; blocking.
 
 Files are 0600 and directories 0700 whatever the umask. How bytes move is for the engines of
 `tiering_kernels.chunkio`; here is decided which way, by trying: direct I/O, which leaves the page
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ USER_ERRORS = {
 # Cleaners take empty directories; each comes by once, so they cannot win this often in a row.
 MAKING_TRIES_MAX = 64
 
+_LOCK_POLL_SECONDS = 0.005
 _PROBE_BYTES = 1 << 20
 _PROBE_ROUNDS = 3
 _FILE_MODE = 0o600
@@ -96,6 +99,18 @@ def make_leaf(root: Path, leaf: str) -> None:
         return
     except FileNotFoundError:
         make_private_dirs(root, Path(leaf))
+
+
+def lock(descriptor: int, seconds_max: float) -> bool:
+    """Have the lock of an open file or directory; whether it came within about `seconds_max`. It
+    is let go of with the descriptor."""
+    for tries_left in reversed(range(1 + int(seconds_max / _LOCK_POLL_SECONDS))):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if tries_left:
+            time.sleep(_LOCK_POLL_SECONDS)
+    return False
 
 
 def create_private(path: str | Path, flags: int) -> int:

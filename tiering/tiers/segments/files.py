@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +33,8 @@ SEGMENTS_MAX = 256
 """Segments are larger than SEGMENT_BYTES_MAX rather than more: each costs descriptors."""
 
 LOCK_NAME = "lock"
-LOCK_TRIES_MAX, _LOCK_POLL_SECONDS = 100, 0.01
+LOCK_SECONDS_MAX = 1.0
+"""`tiering gc` has the lock for a moment only."""
 TABLE_NAME = "table"
 TICKS_NAME = "ticks"
 QUARANTINE_SUFFIX = ".quarantine"
@@ -132,19 +131,16 @@ class SegmentFiles:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            _lock(descriptor)
+            if not diskio.lock(descriptor, LOCK_SECONDS_MAX):
+                raise ConfigError(
+                    "secondary_tiers[].root_dir",
+                    str(self.directory.parent),
+                    f"another engine, of process {holder_of(descriptor)}, keeps its segments there",
+                    'give each engine its own root_dir, or share one with layout "files"',
+                )
             found, named = os.fstat(descriptor), path.lstat()
             if (found.st_dev, found.st_ino) != (named.st_dev, named.st_ino):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise ConfigError(
-                "secondary_tiers[].root_dir",
-                str(self.directory.parent),
-                f"another engine, of process {holder}, keeps its segments there",
-                'give each engine its own root_dir, or share one with layout "files"',
-            ) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -373,16 +369,9 @@ def _allocate(descriptor: int, offset: int, count: int) -> None:
         os.ftruncate(descriptor, offset + count)
 
 
-def _lock(descriptor: int) -> None:
-    """BlockingIOError where another has the lock; `tiering gc` has it for a moment only."""
-    for tries_left in reversed(range(LOCK_TRIES_MAX)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if not tries_left:
-                raise
-            time.sleep(_LOCK_POLL_SECONDS)
+def holder_of(descriptor: int) -> str:
+    """The process that says, in the open lock file, that it holds it."""
+    return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

@@ -8,7 +8,6 @@ engines see all of it or a miss. Blocking; for a command.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from tiering.errors import ConfigError
 from tiering.tiers.disk import diskio, temps
 from tiering.tiers.files.manifest import Manifest
 from tiering.tiers.segments import survey as segment_survey
-from tiering.tiers.segments.files import LOCK_NAME
+from tiering.tiers.segments.files import LOCK_NAME, holder_of
 from tiering.tiers.upkeep import guest
 from tiering.tiers.upkeep.collect_contents import Contents, contents_of, opened_seconds
 from tiering.tiers.upkeep.guest import Engine
@@ -269,12 +268,7 @@ def _locked(directory: Path) -> Iterator[str]:
         yield ""
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            holder = ""
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        yield holder
+        yield "" if diskio.lock(descriptor, 0.0) else holder_of(descriptor)
     finally:
         os.close(descriptor)
 
