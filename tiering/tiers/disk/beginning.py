@@ -38,13 +38,14 @@ async def begin(
         for directory in (config_dir, *directories):
             diskio.make_private_dirs(root, directory)
 
-    for tries_left in reversed(range(TRIES_MAX)):
+    tries = 0
+    while True:
+        tries += 1
         try:
             await pool.call(Lane.WRITE, make)
             await configfile.agree(config_dir / CONFIG_NAME, namespace.describe())
             made: T = await pool.call(Lane.WRITE, use)
             return made
         except FileNotFoundError:
-            if not tries_left:
+            if tries == TRIES_MAX:
                 raise
-    raise AssertionError("the last try returns or raises")

@@ -94,25 +94,23 @@ async def count_all(manifest: Manifest, shards: Sequence[Shard], ask: Ask) -> bo
         with contextlib.suppress(OSError):  # it can be neither read nor written to
             shard.reconcile(manifest)
 
-    steps: list[Callable[[], None]] = [
-        *(partial(count, shard) for shard in shards),
-        manifest.counted,
-    ]
-    for step in steps:
-
-        def done(asked: Manifest, step: Callable[[], None] = step) -> bool:
+    async def is_done(step: Callable[[], None]) -> bool:
+        def done(asked: Manifest) -> bool:
             if asked is manifest:
                 step()
             return asked is manifest
 
-        answer = await ask(done)
-        while answer is None:
-            await asyncio.sleep(AGAIN_SECONDS)
+        while True:
             answer = await ask(done)
-        if not answer:
+            if answer is not None:
+                return answer
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    for shard in shards:
+        if not await is_done(partial(count, shard)):
             return False
         await asyncio.sleep(0)
-    return True
+    return await is_done(manifest.counted)
 
 
 def shards_of(root: Path) -> list[Shard]:
